@@ -3,7 +3,7 @@
 A short benchmark takes a minute or less, except `growth`: 260,000 requests, three to four minutes.
 
 The following benchmarks run only if they are named. `large_fleet` and `shortlist` take an hour each, `soak` half an hour,
-`outlive` one minute, `hostile` and `side_by_side` some minutes.
+`outlive` one minute, `ill_engines` a quarter of an hour, `events`, `hostile` and `side_by_side` some minutes.
 `elastic`, `layerwise`, `layerwise_cpu`, `layerwise_cpu_long`, `layerwise_trace` and `report_age` take minutes each, most of them
 to start real engines.
 `http_lint` installs httplint; `h2load` needs Debian's nghttp2-client.
@@ -24,11 +24,13 @@ from rich.console import Console
 from bench.decide import decide, foresight, index
 from bench.elastic import elastic
 from bench.engine_steps import engine_steps
+from bench.events import events
 from bench.figures import Figure, figure_table
 from bench.gateway import chunks, leaks, requests
 from bench.h2load import h2load
 from bench.hostile import hostile
 from bench.http_lint import http_lint
+from bench.ill_engines import ill_engines
 from bench.key_changes import key_changes
 from bench.large_fleet import large_fleet
 from bench.layer_events import layer_events
@@ -81,6 +83,7 @@ LONG: dict[str, Callable[[], object]] = {
         shortlist,
         elastic,
         engine_steps,
+        events,
         layer_events,
         layerwise,
         layerwise_cpu,
@@ -91,6 +94,7 @@ LONG: dict[str, Callable[[], object]] = {
         soak,
         side_by_side,
         hostile,
+        ill_engines,
         http_lint,
         h2load,
     )

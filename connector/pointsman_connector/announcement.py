@@ -6,8 +6,6 @@ them announces the rest.
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prometheus_client import Gauge
@@ -18,13 +16,11 @@ from pointsman_connector.layerwise.support import (
     full_attention_only,
     unsupported_engine,
 )
+from pointsman_connector.model_places import place_of
 from pointsman_connector.vllm_version import warn_without
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-# Path of a model in huggingface_hub's cache. In offline mode vLLM replaces the model's name with this path.
-_KEPT = re.compile(r"(?:.*/)?models--([^/]+)/snapshots/([^/]+)/?")
 
 LABELS = ("connector", "protocol", "role", "layerwise", "bootstrap_host", "bootstrap_port")
 
@@ -56,18 +52,10 @@ def announce(vllm_config: VllmConfig) -> None:
 
 
 def tokenizer_place(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return the tokenizer's hub id or folder, and the loaded revision.
-
-    The revision is a commit if vLLM could resolve it, else the configured one. It is empty for a folder, and if none is
-    configured."""
+    """Return the tokenizer's hub id or folder, and the loaded revision."""
     config = vllm_config.model_config
-    place, revision = str(config.tokenizer), config.tokenizer_revision
-    if (kept := _KEPT.fullmatch(place)) is not None:
-        return {"tokenizer": kept[1].replace("--", "/"), "revision": kept[2]}
-    if Path(place).exists():
-        return {"tokenizer": place, "revision": ""}
-    # huggingface_hub's ResolvedRevision is a str of the configured revision, with the commit as an attribute.
-    return {"tokenizer": place, "revision": str(getattr(revision, "resolved", None) or revision or "")}
+    place, revision = place_of(str(config.tokenizer), config.tokenizer_revision)
+    return {"tokenizer": place, "revision": revision}
 
 
 def announcement(vllm_config: VllmConfig) -> dict[str, str]:

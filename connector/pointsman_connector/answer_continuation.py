@@ -24,6 +24,7 @@ from pointsman_connector.recorded_streams import (
     REPLAYED,
     UNRECORDED,
     ItemIds,
+    generation_error,
     naming_calls,
     telling,
     telling_converted,
@@ -42,7 +43,6 @@ def register() -> None:
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.entrypoints.openai.responses import api_router, streaming_events
     from vllm.entrypoints.openai.responses import serving as responses_serving
-    from vllm.renderers import chat_utils
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
     if hasattr(OutputProcessor.add_request, "__wrapped__"):
@@ -58,6 +58,8 @@ def register() -> None:
     responses = telling_responses(responses_serving.OpenAIServingResponses.responses_stream_generator, ids)
     response_events = telling_response_events(api_router._convert_stream_to_sse_events)
     call_opened = naming_calls(streaming_events.SimpleStreamingEventProcessor.open, ids)
+    generation_error()
+    call_ids = _names_of_call_ids()
     # Nothing is replaced unless all of it can be.
     OutputProcessor.add_request = added
     RequestOutputCollector.get, RequestOutputCollector.get_nowait = taken, taken_now
@@ -67,8 +69,19 @@ def register() -> None:
     responses_serving.OpenAIServingResponses.responses_stream_generator = responses
     api_router._convert_stream_to_sse_events = response_events
     streaming_events.SimpleStreamingEventProcessor.open = call_opened
-    # The last of these modules makes the ids of tool calls.
-    streaming_events.random_uuid = responses_serving.random_uuid = chat_utils.random_uuid = ids
+    streaming_events.random_uuid = responses_serving.random_uuid = call_ids["random_uuid"] = ids
+
+
+def _names_of_call_ids() -> dict[str, Any]:
+    """Return the names of the module that makes the ids of tool calls. Raises ImportError and AttributeError as register does."""
+    try:
+        from vllm.renderers.chat_utils import make_tool_call_id  # a package in vLLM 0.33
+    except ImportError:
+        from vllm.entrypoints.chat_utils import make_tool_call_id  # up to 0.31
+    names: dict[str, Any] = make_tool_call_id.__globals__
+    if "random_uuid" not in names:
+        raise AttributeError(f"{make_tool_call_id.__module__} has no random_uuid")
+    return names
 
 
 # ---- the answer so far, before the engine's own outputs ----

@@ -12,6 +12,7 @@ import functools
 import os
 import time
 from collections.abc import Callable
+from socket import AF_INET6, getaddrinfo
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ import zmq
 
 from pointsman_connector.engine_run import engine_run
 from pointsman_connector.step_load import StepLoad
-from pointsman_connector.step_observer import StepObserver, missing_parts
+from pointsman_connector.step_observer import StepObserver, kv_usage, missing_parts
 from pointsman_connector.vllm_version import vllm_logger, warn_without
 
 # Environment variable with the agent's ZMQ address.
@@ -157,7 +158,7 @@ class _Pusher:
         load, scheduler = self._load, self._scheduler
         self._sent_at = now
         self._sent_counts = load.running, load.waiting = scheduler.get_request_counts()
-        load.kv_usage = scheduler.get_kv_cache_usage()
+        load.kv_usage = kv_usage(scheduler)
         load.prefill_tokens_left = self._observer.prefill_tokens_left
         try:
             self._socket.send(self._encoder.encode(load), zmq.NOBLOCK)
@@ -172,11 +173,23 @@ class _Pusher:
         warn_without("step loads", error)
 
 
+def _needs_ipv6(address: str) -> bool:
+    """Return whether ZMQ must use IPv6: for an IPv6 address, and for a name that has no IPv4 address."""
+    if "[" in address or not address.startswith("tcp://"):
+        return "[" in address
+    try:
+        found = getaddrinfo(address.removeprefix("tcp://").rpartition(":")[0], None)
+    except (OSError, UnicodeError):
+        return True
+    return all(family is AF_INET6 for family, *_ in found)
+
+
 def _connected(address: str) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     # Only the newest message waits for the agent, and the engine's end discards it.
     socket.setsockopt(zmq.CONFLATE, 1)
     socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IPV6, _needs_ipv6(address))
     try:
         socket.connect(address)
     except zmq.ZMQError:

@@ -20,6 +20,16 @@ from pointsman_connector.answer_record import CONTINUED, asked, comment, read
 REPLAYED, UNRECORDED = "pointsman_replayed", "pointsman_unrecorded"
 
 
+def generation_error() -> type[Exception]:
+    """Return vLLM's class of errors in the place of an answer's end. Raises ImportError if it has none."""
+    try:
+        from vllm.exceptions import GenerationError
+    except ImportError:
+        from vllm.entrypoints.openai.engine.protocol import GenerationError  # vLLM 0.22, 0.26
+    kind: type[Exception] = GenerationError
+    return kind
+
+
 class _Outputs:
     """Passes on the engine's outputs to a stream's generator, and keeps their ids until a comment tells them."""
 
@@ -33,15 +43,13 @@ class _Outputs:
 
     async def passed_on(self) -> AsyncIterator[Any]:
         """Yield the outputs. Raises GenerationError if the engine aborts."""
-        from vllm.exceptions import GenerationError
-
         async for result in self._results:
             # Completions have (number of the prompt, output), Responses a context with the output.
             output = result[1] if isinstance(result, tuple) else getattr(result, "last_output", result)
             self.replayed = getattr(output, REPLAYED, False)
             if any(completion.finish_reason in ("abort", "error") for completion in output.outputs):
                 # Not the answer's end: an error event follows, in the place of which another engine goes on.
-                raise GenerationError("the engine has ended the answer")
+                raise generation_error()("the engine has ended the answer")
             self.unrecorded = getattr(output, UNRECORDED, False)
             if not self.replayed and not self.unrecorded:
                 self._pieces += [list(completion.token_ids) for completion in output.outputs if completion.token_ids]

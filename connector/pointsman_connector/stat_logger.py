@@ -1,4 +1,5 @@
-"""Stat logger that shows agents on the engine's /metrics what the engine is: its limits, KV transfer support and tokenizer.
+"""Stat logger that shows agents on the engine's /metrics what the engine is: its limits, KV transfer support, tokenizer and
+identity.
 It also lets the API server continue answers (answer_continuation.py).
 
 vLLM loads `MetricsAnnouncer` through the entry-point group vllm.stat_logger_plugins, in the processes that serve /metrics. It
@@ -16,6 +17,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from pointsman_connector.announcement import announce
 from pointsman_connector.answer_continuation import register
+from pointsman_connector.engine_identity import announce_identity
 from pointsman_connector.engine_info import announce_engine
 from pointsman_connector.kv_check_metrics import count_check, counts_checks
 from pointsman_connector.vllm_version import warn_if_untested, warn_without
@@ -35,6 +37,7 @@ class MetricsAnnouncer(StatLoggerBase):
         parts: tuple[tuple[str, Callable[[], None]], ...] = (
             ("the announcement of its limits and devices", partial(announce_engine, vllm_config)),
             ("the announcement of its KV transfer support and tokenizer", partial(announce, vllm_config)),
+            ("the announcement of its identity", partial(announce_identity, vllm_config)),
             # Here and not in the general plug-in, which all processes load: only API servers have the modules already.
             ("continued answers", register),
         )

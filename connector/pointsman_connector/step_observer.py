@@ -15,12 +15,23 @@ from pointsman_connector.step_load import StepTotals
 # Maximum number of steps that are scheduled and not computed. vLLM has two (async scheduling), or one for each pipeline stage.
 MAX_STEPS_AHEAD = 64
 # What is called or read of a vLLM scheduler.
-_READ = ("schedule", "update_from_output", "get_request_counts", "get_kv_cache_usage", "requests")
+_READ = ("schedule", "update_from_output", "get_request_counts", "requests")
 
 
 def missing_parts(scheduler: object) -> list[str]:
     """Return the names of what an observer needs and `scheduler` does not have."""
-    return [name for name in _READ if not hasattr(scheduler, name)]
+    missing = [name for name in _READ if not hasattr(scheduler, name)]
+    if not hasattr(scheduler, "get_kv_cache_usage") and not hasattr(
+        getattr(scheduler, "kv_cache_manager", None), "usage"
+    ):
+        missing.append("get_kv_cache_usage")
+    return missing
+
+
+def kv_usage(scheduler: Any) -> float:
+    """Return the used share of the scheduler's KV cache. vLLM 0.22 and 0.26 have it at the manager of its blocks only."""
+    asked = getattr(scheduler, "get_kv_cache_usage", None)
+    return float(asked() if asked is not None else scheduler.kv_cache_manager.usage)
 
 
 @dataclass(slots=True)

@@ -20,8 +20,12 @@ def running() -> str:
 
 def is_tested(version: str) -> bool:
     """Return whether `version` is a release, patch release or build of the tested one."""
-    numbers = re.match(r"\d+\.\d+(?!\d)", version)
-    return numbers is not None and numbers[0] == TESTED
+    return _numbers(version) == _numbers(TESTED)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"(\d+)\.(\d+)(?!\d)", version)
+    return tuple(map(int, found.groups())) if found else ()
 
 
 @functools.cache
@@ -29,10 +33,15 @@ def warn_if_untested() -> None:
     """Log a warning if this vLLM is not of the tested version: once in each process."""
     if not is_tested(version := running()):
         vllm_logger().warning(
-            "pointsman_connector is tested with vLLM %s, this is vLLM %s: test it before it serves "
-            '(connector/README.md, "How to change it")',
+            "pointsman_connector is tested with vLLM %s, this is vLLM %s, %s one: parts that do not fit are left out, each with "
+            "a line here (docs/vllm_versions.md has what is known); test it before it serves",
             TESTED,
             version,
+            "an older"
+            if () < _numbers(version) < _numbers(TESTED)
+            else "a newer"
+            if _numbers(version)
+            else "an unknown",
         )
 
 

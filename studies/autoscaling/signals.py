@@ -28,12 +28,12 @@ def backlog_seconds(router: RouterState, pool: str, loads: Sequence[Load], now: 
 def requests_waiting(router: RouterState, pool: str, loads: Sequence[Load], now: float) -> float | None:
     """`sum(vllm:num_requests_waiting)`: the default signal of vLLM's production-stack (helm/templates/scaledobject-vllm.yaml),
     with a threshold of 5 for each replica."""
-    return float(sum(load.waiting for load in loads))
+    return float(sum(load.waiting or 0 for load in loads))
 
 
 def kv_usage(router: RouterState, pool: str, loads: Sequence[Load], now: float) -> float | None:
     """`avg(vllm:kv_cache_usage_perc)`, 0 to 1: the other signal in KServe's and llm-d's guides."""
-    return sum(load.kv_usage for load in loads) / len(loads) if loads else None
+    return sum(load.kv_usage or 0.0 for load in loads) / len(loads) if loads else None
 
 
 class AverageOverTime:

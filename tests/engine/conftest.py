@@ -11,7 +11,15 @@ import pytest
 
 from tests.support.engines.fault_switches import installed
 from tests.support.engines.preloaded import preloaded
-from tests.support.engines.servers import ADAPTER, ENGINE_PYTHON, Engine, EngineSpec, make_model, running_engines
+from tests.support.engines.servers import (
+    ADAPTER,
+    ENGINE_PYTHON,
+    Engine,
+    EngineSpec,
+    make_model,
+    running_engines,
+    vllm_names,
+)
 from tests.support.engines.vllm_questions import Vllm, asking_vllm
 from tests.support.processes.control_plane import ControlPlane
 
@@ -65,7 +73,8 @@ def engines(model_folder: Path, engine_folder: Path) -> Iterator[list[Engine]]:
     more += ("--max-lora-rank", "8", "--lora-modules", f"{ADAPTER}={model_folder / 'adapter'}")
     # A random model ends a forced call only if no blanks are allowed. The scale-out API gives the tests a prompt's tokens.
     more += ("--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}))
-    more += ("--enable-scale-out",)
+    if vllm_names("enable_scale_out"):
+        more += ("--enable-scale-out",)
     specs = (
         EngineSpec("a", block_size=32, fixed_event_ports=False, extra_args=more),
         EngineSpec("b", block_size=64, kv_capacity_tokens=8_192, extra_args=more, env=SWITCHABLE),

@@ -230,7 +230,9 @@ async def report(client: Client, name: str, **changes: Any) -> str:
 
 async def test_an_agent_reports_its_own_instances_only(tmp_path: Path) -> None:
     file = tmp_path / "agents"
-    file.write_text("# who may report what\nfirst vllm-0.*\nsecond vllm-1.* spare:8000  # and a spare\n")
+    file.write_text(
+        "# who may report what\nfirst vllm-0.*\nsecond vllm-1.* spare:8000  # and a spare\nsixth [fd00::*]:*\n"
+    )
     async with router(agents_file=file) as address, grpc.aio.insecure_channel(address) as channel:
 
         async def outcome(token: str, name: str, **changes: object) -> str:
@@ -238,6 +240,8 @@ async def test_an_agent_reports_its_own_instances_only(tmp_path: Path) -> None:
 
         assert await outcome("first", "vllm-0.x:8000", url="http://vllm-0.x:8000") == "OK"
         assert await outcome("second", "spare:8000", url="http://spare:8000") == "OK"
+        assert await outcome("sixth", "[fd00::7]:8000", url="http://[fd00::7]:8000") == "OK"
+        assert await outcome("sixth", "[fd01::7]:8000", url="http://[fd01::7]:8000") == "PERMISSION_DENIED"
         assert await outcome("A", "vllm-1.x:8000", url="http://vllm-1.x:8000") == "OK"  # the token that the role shares
         assert await outcome("first", "vllm-1.x:8000", url="http://vllm-1.x:8000") == "PERMISSION_DENIED"
         # The router sends prompts and KV fetches to the addresses that the agent reports.

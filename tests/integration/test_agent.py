@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -469,3 +470,44 @@ async def test_an_agent_of_a_busy_engine_restarts_without_a_snapshot(
         await eventually(lambda: len(router.streams) == 2, "the second agent's stream")
         await eventually(lambda: router.keys(name) == keys_of((1, 2), (1, 3), (1, 4)), "the second agent")
     assert [stream.kinds.count("snapshot_begin") for stream in router.streams] == [1, 0]
+
+
+async def test_a_name_that_moves_is_followed_at_the_next_scrape(
+    engine: FakeEngine, router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = FakeEngine(engine.context, process_start=2000.0, host="127.0.0.2")
+    moved.port = engine.port
+    for one in (engine, moved):
+        one.replay_port, one.events_address = False, "inproc://none"
+    await moved.start()
+    address = engine.host
+    ask = socket.getaddrinfo
+
+    def answer(host: Any, *how: Any, **more: Any) -> Any:
+        return ask(address if host == "engine.test" else host, *how, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    try:
+        async with running(f"http://engine.test:{engine.port}", [router.address], tmp_path):
+            await eventually(lambda: router.streams, "the first engine")
+            assert router.streams[0].hello.instance.incarnation == "1000.000"
+            address, before = moved.host, engine.scrapes
+            # The first engine still answers at its address.
+            await eventually(lambda: len(router.streams) == 2, "the engine at the new address")
+            assert router.streams[1].hello.instance.incarnation == "2000.000"
+            assert engine.scrapes - before <= 1
+    finally:
+        await moved.stop()
+
+
+async def test_an_engine_at_an_ipv6_address(context: zmq.asyncio.Context, router: FakeRouter, tmp_path: Path) -> None:
+    engine = FakeEngine(context, host="::1")
+    await engine.start()
+    try:
+        async with running(engine.url, [router.address], tmp_path):
+            await engine.publish(store((1, 2)))
+            # Its events are announced as tcp://*:PORT.
+            await eventually(lambda: router.keys(f"[::1]:{engine.port}") == keys_of((1, 2)), "its keys")
+        assert router.streams[0].hello.instance.url == f"http://[::1]:{engine.port}"
+    finally:
+        await engine.stop()

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import zmq.asyncio
 
+from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman_agent.io import engine_services
 from pointsman_agent.io.engine_services import FIRST_PAUSE_S
 from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, RunningAgent
 from tests.support.fakes.kubernetes_api import FakeKubernetes, endpoint, endpoint_slice
+from tests.support.kv_events import store
 from tests.support.waiting import eventually
 
 
@@ -74,6 +77,31 @@ async def test_engines_come_and_go_with_their_endpoints(up: Cluster) -> None:
     assert gone.goodbye == "its endpoint is gone"
     up.api.change("MODIFIED", up.slice(0, name="b"))
     await eventually(lambda: up.known() == {0}, "the slice has another engine")
+
+
+def reported(loads: list[pb.Load], healthy: bool, problem: str) -> bool:
+    """Whether the last load says this."""
+    return (loads[-1].healthy, loads[-1].problem) == (healthy, problem)
+
+
+async def test_an_endpoint_that_is_not_ready_is_unhealthy_with_its_keys_and_leaves_when_it_ends(up: Cluster) -> None:
+    engine = up.engines[0]
+    found = up.slice(0, name="a")
+    up.api.change("ADDED", found)
+    await eventually(lambda: up.known() == {0}, "the engine")
+    await engine.publish(store((1, 2)))
+    instance = f"127.0.0.1:{engine.port}"
+    await eventually(lambda: up.router.keys(instance), "its keys")
+    loads = up.router.streams[0].loads
+    for ready in (False, True, False):
+        up.api.change("MODIFIED", found | {"endpoints": [endpoint("127.0.0.1", ready=ready)]})
+        problem = "" if ready else "its endpoint is not ready"
+        await eventually(partial(reported, loads, ready, problem), f"ready: {ready}")
+    assert up.router.keys(instance)
+    assert len(up.router.streams) == 1
+    assert up.router.streams[0].goodbye is None
+    up.api.change("MODIFIED", found | {"endpoints": [endpoint("127.0.0.1", ready=False, terminating=True)]})
+    await eventually(lambda: up.router.streams[0].goodbye == "its endpoint is gone", "a goodbye")
 
 
 async def test_while_the_api_does_not_answer_the_engines_stay(up: Cluster) -> None:

@@ -13,6 +13,7 @@ import pytest
 import zmq.asyncio
 
 from pointsman_agent.core.step_load import StepLoad
+from pointsman_agent.io import engine_monitor
 from pointsman_connector import step_load
 from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, RunningAgent, running
 from tests.support.waiting import eventually
@@ -167,6 +168,37 @@ async def test_limits_and_hardware_need_no_setting(engine: FakeEngine, router: F
         assert (seen.hardware, seen.long_prefill_token_threshold) == ("fast", 512)
 
 
+async def test_step_loads_that_end_while_the_engine_generates_are_told(
+    context: zmq.asyncio.Context,
+    engine: FakeEngine,
+    router: FakeRouter,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when vLLM's front end loads no stat loggers."""
+    monkeypatch.setattr(engine_monitor, "STEP_LOADS_ENDED_S", 0.3)
+    monkeypatch.setattr(engine_monitor, "STEP_LOAD_COUNTS_S", 0.1)
+    engine.engine = {"run": "7f"}
+    address = f"ipc://{tmp_path}/loads"
+    async with running(engine.url, [router.address], tmp_path, step_loads_listen=address):
+        await eventually(lambda: bool(router.streams and router.streams[0].loads), "a load")
+        loads = router.streams[0].loads
+        async with pushing(context, address) as push:
+            await push.send(load())
+            await eventually(lambda: loads[-1].running == 7, "a pushed load")
+            assert "kv_usage" not in loads[-1].unknown
+        await eventually(lambda: loads[-1].running == 0, "a load from /metrics")
+        assert not any(sent.problem for sent in loads), "an idle engine has no steps"
+
+        def told() -> bool:
+            engine.generation_tokens += 1
+            return bool(loads[-1].problem)
+
+        await eventually(told, "that the step loads have ended")
+        assert loads[-1].problem == "the engine's step loads have ended: its load is read from /metrics"
+        assert loads[-1].healthy
+
+
 async def test_an_engine_that_steps_is_healthy_though_its_metrics_fail(
     context: zmq.asyncio.Context, engine: FakeEngine, router: FakeRouter, tmp_path: Path
 ) -> None:
@@ -188,5 +220,6 @@ async def test_an_engine_that_steps_is_healthy_though_its_metrics_fail(
             await eventually(lambda: len(router.streams[0].loads) > count + 20, "many more loads")
             assert all(load.healthy for load in router.streams[0].loads)
             steps.cancel()
-        await eventually(lambda: not router.streams[0].loads[-1].healthy, "that it is not, without steps")
+        await engine.stop()
+        await eventually(lambda: not router.streams[0].loads[-1].healthy, "that it is not, when nothing answers")
         assert not agent.task.done()

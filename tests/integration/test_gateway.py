@@ -83,6 +83,18 @@ async def test_completions_take_text_and_token_ids(up: Stack) -> None:
     assert list(up.router.places[1].keys) == prompt_keys([5, 6, 7] * 20, MODEL)
 
 
+async def test_of_several_sequences_the_engines_cached_tokens_are_no_evidence(up: Stack) -> None:
+    """vLLM tells those of one of them, which may be what another one has just computed."""
+    for fields in ({}, {"n": 2}):
+        status, answer, _ = await post(up, "/v1/chat/completions", json=CHAT | fields)
+        assert status == 200, answer
+    await up.router.until(lambda: len(up.router.finished) == 2)
+    one, several = up.router.finished
+    assert (one.HasField("cached_tokens"), several.HasField("cached_tokens")) == (True, False)
+    assert (up.router.places[0].sequences, up.router.places[1].sequences) == (0, 2)
+    assert several.prompt_tokens == one.prompt_tokens > 0
+
+
 async def test_an_image_is_placed_by_the_text_before_it(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}"
@@ -110,6 +122,24 @@ async def test_a_lora_has_keys_of_its_own(up: Stack) -> None:
     status, _, _ = await post(up, "/v1/chat/completions", json=CHAT | {"model": "tiny-lora"})
     assert status == 200
     assert list(up.router.places[0].keys) == prompt_keys(up.engines[0].tokenizer.chat(CHAT), MODEL, "tiny-lora")
+
+
+async def test_an_instance_that_has_unloaded_the_adapter_is_passed_over(up: Stack) -> None:
+    """Its agent sees that some seconds later, and requests may have waited for it."""
+    adapter = CHAT | {"model": "tiny-lora"}
+    up.engines[0].unloaded = {"tiny-lora"}
+    for fields in ({}, {"stream": True}):
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(f"{up.url}/v1/chat/completions", json=adapter | fields) as got,
+        ):
+            assert (got.status, got.headers["X-Pointsman-Instance"]) == (200, "i1")
+            await got.read()
+    await up.router.until(lambda: len(up.router.finished) == 4)
+    assert outcomes(up) == [placement_pb2.OUTCOME_CANCELLED, placement_pb2.OUTCOME_OK] * 2, "the instance did not fail"
+    up.engines[1].unloaded = {"tiny-lora"}
+    status, answer, _ = await post(up, "/v1/chat/completions", json=adapter)
+    assert (status, answer["error"]["message"]) == (404, "The model `tiny-lora` does not exist.")
 
 
 async def test_a_client_that_leaves_frees_the_engine_and_the_reservation(up: Stack) -> None:
@@ -307,13 +337,14 @@ async def test_bad_input_is_refused_with_nothing_placed(tmp_path: Path) -> None:
 
 
 async def test_output_is_bounded_by_the_room_behind_the_prompt(up: Stack) -> None:
-    """As in vLLM: a request for more output than fits gets as much as fits."""
+    """As in vLLM: a request for more output than fits gets as much as fits. The limit is the client's: which context it fits in
+    depends on the instance."""
     long = CHAT | {"messages": [{"role": "user", "content": "ab " * 1_200}]}
     for asked in (4_096, 1, None):
         assert (await post(up, "/v1/chat/completions", json=long | {"max_tokens": asked}))[0] == 200
     prompt = up.router.places[0].input_tokens
     assert 2_048 < prompt < 4_096
-    assert [place.max_output_tokens for place in up.router.places] == [4_096 - prompt, 1, 0]
+    assert [place.max_output_tokens for place in up.router.places] == [4_096, 1, 0]
     assert [body["max_tokens"] for _, body, _ in up.engines[0].requests] == [4_096, 1, None]
 
 

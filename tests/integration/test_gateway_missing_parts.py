@@ -65,6 +65,48 @@ async def test_without_its_router_it_places_by_itself_and_tells_the_router_that_
                 await back.stop()
 
 
+async def test_without_its_router_an_adapter_is_asked_for_only_where_it_is_loaded(tmp_path: Path) -> None:
+    async with stack(tmp_path, engines=3) as up:
+        up.router.pools[0].instances[2].lora_names.append("tiny-lora")
+        await up.router.tell_fleet()
+        await eventually(lambda: up.gateway.pools.states()[0].pool.instances[2].lora_names)
+        adapter = CHAT | {"model": "tiny-lora"}
+        status, _, _ = await post(up, "/detokenize", json={"model": "tiny-lora", "tokens": [1]})
+        assert (status, len(up.engines[2].requests)) == (200, 1)
+        await up.router.stop()
+        await eventually(lambda: not up.gateway.router.connected)
+        for _ in range(4):
+            status, _, headers = await post(up, "/v1/chat/completions", json=adapter)
+            assert (status, headers["X-Pointsman-Instance"]) == (200, "i2")
+        asked = {(await post(up, "/v1/chat/completions", json=CHAT))[2]["X-Pointsman-Instance"] for _ in range(3)}
+        assert asked == {"i0", "i1", "i2"}
+
+
+async def test_without_its_router_each_sequence_of_a_request_counts(tmp_path: Path) -> None:
+    async with stack(tmp_path) as up:
+        for engine in up.engines:
+            engine.hold = asyncio.Event()
+        await up.router.stop()
+        await eventually(lambda: not up.gateway.router.connected)
+        async with aiohttp.ClientSession() as http:
+            several = await http.post(f"{up.url}/v1/chat/completions", json=CHAT | {"stream": True, "n": 4})
+            await several.content.readline()
+            answers, elsewhere = [several], "i1" if several.headers["X-Pointsman-Instance"] == "i0" else "i0"
+            for _ in range(3):
+                one = await http.post(f"{up.url}/v1/chat/completions", json=CHAT | {"stream": True})
+                await one.content.readline()
+                assert one.headers["X-Pointsman-Instance"] == elsewhere
+                answers.append(one)
+            assert up.gateway.router.open_count == 4
+            assert sorted(up.gateway.router.inflight().values()) == [3, 4]
+            for engine in up.engines:
+                assert engine.hold is not None
+                engine.hold.set()
+            for answer in answers:
+                assert (await answer.read()).endswith(b"[DONE]\n\n")
+        await eventually(lambda: up.gateway.router.inflight() == {})
+
+
 async def test_a_request_that_waits_for_its_step_is_asked_again_of_the_router_that_returns(tmp_path: Path) -> None:
     async with stack(tmp_path, router_grace_s=20.0) as up:
         up.router.placer = lambda request: None

@@ -9,13 +9,14 @@ import pytest
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_common.core.block_keys import prompt_keys
-from pointsman_router.core.instances.circuit_breaker import CircuitSettings
+from pointsman_router.core.instances.engine_life import LifeSettings
 from pointsman_router.io import router
 from tests.support.router import Client, Report, Session, running
 from tests.support.waiting import eventually
 
 PROMPT = list(range(160))
 KEYS = prompt_keys(PROMPT, "m")
+OTHER_KEYS = prompt_keys(list(range(1_000, 1_160)), "m")
 
 
 async def until(client: Client, what: str, **wanted: object) -> fleet_pb2.InstanceStatus:
@@ -38,9 +39,11 @@ async def delta(report: Report, seq: int, added: list[int]) -> None:
     await report.send(delta=agent_pb2.Delta(seq=seq, tier=agent_pb2.TIER_DEVICE, added=added))
 
 
-async def answered(session: Session, name: str, cached: int | None = None) -> placement_pb2.Placement:
+async def answered(
+    session: Session, name: str, cached: int | None = None, keys: list[int] = KEYS
+) -> placement_pb2.Placement:
     """One request from its placement to its end."""
-    placement = await session.place(name, 160, keys=KEYS)
+    placement = await session.place(name, 160, keys=keys)
     await session.send(first_token=placement_pb2.FirstToken(request_id=name))
     await session.finish(name, **({} if cached is None else {"cached_tokens": cached}))
     return placement
@@ -63,9 +66,13 @@ async def test_pending_prefill_falls_while_deltas_arrive() -> None:
 
 async def test_the_next_turn_finds_what_was_just_computed_before_events_tell() -> None:
     async with running() as (_, client):
-        await Report(client).join("a")
+        report = Report(client)
+        await report.join("a", OTHER_KEYS)
         session = Session(client)
         await session.hello()
+        await answered(session, "first", keys=OTHER_KEYS)
+        await report.load()
+        await until(client, "trusted", prefix_source=fleet_pb2.PREFIX_SOURCE_EVENTS)
         await answered(session, "r")
         placement = await session.place("next", 170, keys=KEYS)
         assert placement.cached_tokens == 160
@@ -76,31 +83,32 @@ async def test_the_next_turn_finds_what_was_just_computed_before_events_tell() -
         await until(client, "no provisional keys are left", provisional_keys=0)
 
 
-async def test_an_index_that_answers_contradict_is_asked_for_again_and_twice_is_enough() -> None:
+async def test_events_that_answers_contradict_are_trusted_again_after_answers_that_agree() -> None:
     async with running() as (server, client):
         report = Report(client)
         await report.join("a", KEYS)
         session = Session(client)
         await session.hello()
-        for again in range(2):
-            await until(client, "ready", state=fleet_pb2.INSTANCE_STATE_READY, keys=10)
-            for number in range(5):
-                assert (await answered(session, f"r{again}{number}", cached=0)).cached_tokens == 144
-            await until(client, "ended", num_requests=0)
+        await until(client, "ready", state=fleet_pb2.INSTANCE_STATE_READY, keys=10)
+        for number in range(5):
+            assert (await answered(session, f"r{number}", cached=0)).cached_tokens == 144
+        await until(client, "ended", num_requests=0)
+        await report.load()
+        status = await until(client, "audit failed", prediction_audit_failures=1)
+        message = await report.read()
+        assert message.resync.reason.startswith("prediction audit failed: 5 of the last 5 answers")
+        assert (status.keys, status.state) == (0, fleet_pb2.INSTANCE_STATE_SYNCING)
+        assert ("fewer cached tokens" in status.prefix_reason, status.events_contradicted) == (True, True)
+        assert status.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE
+        await report.snapshot(KEYS)
+        await until(client, "copied", keys=10, prefix_source=fleet_pb2.PREFIX_SOURCE_APPROXIMATE)
+        for number in range(16):
+            await answered(session, f"s{number}", cached=144)
             await report.load()
-            status = await until(client, "audit failed", prediction_audit_failures=again + 1)
-            assert (status.keys, "fewer cached tokens" in status.prefix_reason) == (0, True)
-            if not again:
-                message = await report.read()
-                assert message.resync.reason.startswith("prediction audit failed: 5 of the last 5 answers")
-                assert status.state == fleet_pb2.INSTANCE_STATE_SYNCING
-                assert status.prefix_source == fleet_pb2.PREFIX_SOURCE_NONE
-                await report.snapshot(KEYS)
-                continue
-            assert status.state == fleet_pb2.INSTANCE_STATE_READY
-            assert status.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE
+        status = await until(client, "trusted", prefix_source=fleet_pb2.PREFIX_SOURCE_EVENTS)
+        assert (status.prefix_reason, status.events_contradicted) == ("", False)
         sample = server.router.telemetry.registry.get_sample_value
-        assert sample("pointsman_router_prediction_audit_failures_total", {"instance": "a"}) == 2
+        assert sample("pointsman_router_prediction_audit_failures_total", {"instance": "a"}) == 1
 
 
 async def test_without_events_credit_is_learned_from_a_placement_and_lost_by_a_lower_report() -> None:
@@ -137,7 +145,7 @@ async def test_a_silent_agents_keys_and_figures_are_not_used() -> None:
         await report.send(load=agent_pb2.Load(healthy=True))
 
         async def heard() -> bool:
-            return (await client.instances())["a"].prefix_source == fleet_pb2.PREFIX_SOURCE_EVENTS
+            return (await client.instances())["a"].prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE
 
         await eventually(heard, "heard again")
 
@@ -151,7 +159,7 @@ async def test_an_index_without_room_says_so() -> None:
 
 
 async def test_an_instance_that_fails_for_one_gateway_is_left_alone_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "CircuitSettings", partial(CircuitSettings, first_open_s=60, max_open_s=60))
+    monkeypatch.setattr(router, "LifeSettings", partial(LifeSettings, first_open_s=60, max_open_s=60))
     async with running(circuit_failures=2) as (server, client):
         reports = [Report(client), Report(client)]
         for name, report in zip("ab", reports, strict=True):

@@ -1,4 +1,4 @@
-"""`pointsman up` ends all that it started, however often it is told to."""
+"""Commands that start others end them, however they end themselves."""
 
 from __future__ import annotations
 
@@ -10,36 +10,84 @@ from pathlib import Path
 
 import pytest
 
+from pointsman_common.core.addresses import parse_address
+from pointsman_common.io.listening import bound_socket
 from tests.support.processes.pointsman import pointsman_command
-from tests.support.processes.process import free_port
+from tests.support.processes.process import alive, free_port
 from tests.support.waiting import until
+
+
+def start_up(folder: Path, gateway_processes: int) -> tuple[subprocess.Popen[bytes], list[str]]:
+    """Start `pointsman up` in front of an engine that does not answer; return it, and its addresses, when its agent runs."""
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(4)]
+    names = ("--listen", "--router-listen", "--router-metrics", "--agent-metrics")
+    flags = [word for pair in zip(names, addresses, strict=True) for word in pair]
+    engine = f"http://127.0.0.1:{free_port()}"
+    log_file = folder / "log"
+    with log_file.open("wb") as log:
+        up = subprocess.Popen(
+            pointsman_command("up", "--engine", engine, "--console", "", "--state-dir", str(folder), *flags),
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"POINTSMAN_GATEWAY_PROCESSES": str(gateway_processes)},
+        )
+    try:
+        until(lambda: "the engine does not answer" in log_file.read_text(), within_s=60.0, what="the agent runs")
+    except BaseException:
+        up.terminate()
+        up.wait(60.0)
+        raise
+    return up, addresses
+
+
+def descendants(pid: int) -> set[int]:
+    """Return the ids of a process's children, of theirs, and so on."""
+    children = {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    return children.union(*map(descendants, children))
 
 
 @pytest.mark.parametrize(("gateway_processes", "services"), [(1, 2), (2, 3)])
 def test_signals_in_a_row_leave_no_child(tmp_path: Path, gateway_processes: int, services: int) -> None:
     """`timeout` sends its signal to its child and at once to the process group, so that the child receives it twice."""
-    gateway, *others = (f"127.0.0.1:{free_port()}" for _ in range(4))
-    names = ("--router-listen", "--router-metrics", "--agent-metrics")
-    flags = [word for pair in zip(names, others, strict=True) for word in pair]
-    engine = f"http://127.0.0.1:{free_port()}"
-    log_file = tmp_path / "log"
-    with log_file.open("wb") as log:
-        up = subprocess.Popen(
-            pointsman_command(
-                "up", "--engine", engine, "--listen", gateway, "--console", "", "--state-dir", str(tmp_path), *flags
-            ),
-            stdout=log,
-            stderr=log,
-            env=os.environ | {"POINTSMAN_GATEWAY_PROCESSES": str(gateway_processes)},
-        )
-    children: list[str] = []
-    try:
-        until(lambda: "the engine does not answer" in log_file.read_text(), within_s=60.0, what="the agent runs")
-        children = Path(f"/proc/{up.pid}/task/{up.pid}/children").read_text().split()
-    finally:
-        for _ in range(5):
-            up.send_signal(signal.SIGTERM)
-            time.sleep(0.01)
-        up.wait(60.0)
+    up, _ = start_up(tmp_path, gateway_processes)
+    children = Path(f"/proc/{up.pid}/task/{up.pid}/children").read_text().split()
+    for _ in range(5):
+        up.send_signal(signal.SIGTERM)
+        time.sleep(0.01)
+    up.wait(60.0)
     assert len(children) == services
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
+
+
+@pytest.mark.parametrize("gateway_processes", [1, 2])
+def test_what_a_killed_up_has_started_ends_and_leaves_the_addresses(tmp_path: Path, gateway_processes: int) -> None:
+    up, addresses = start_up(tmp_path, gateway_processes)
+    if gateway_processes > 1:
+        until(lambda: len(descendants(up.pid)) >= 3 + gateway_processes, within_s=60.0, what="the gateway's processes")
+    started = descendants(up.pid)
+    up.kill()
+    up.wait(60.0)
+    until(lambda: not any(map(alive, started)), within_s=30.0, what="the end of all that up has started")
+    for address in addresses:
+        bound_socket(parse_address(address)).close()
+
+
+def test_what_a_killed_demo_has_started_ends(tmp_path: Path) -> None:
+    names = ("--listen-port", "--router-port", "--console-port")
+    ports = [word for name in names for word in (name, str(free_port()))]
+    with (tmp_path / "log").open("wb") as log:
+        demo = subprocess.Popen(
+            pointsman_command("demo", "--engines", "2", *ports),
+            stdout=log,
+            stderr=log,
+            cwd=tmp_path,
+            env=os.environ | {"TMPDIR": str(tmp_path)},
+        )
+    try:
+        # The engines, `up`, and what it starts.
+        until(lambda: len(descendants(demo.pid)) >= 5, within_s=120.0, what="the demo's fleet")
+        started = descendants(demo.pid)
+    finally:
+        demo.kill()
+        demo.wait(60.0)
+    until(lambda: not any(map(alive, started)), within_s=30.0, what="the end of all that the demo has started")

@@ -15,6 +15,7 @@ from grpc_status import rpc_status
 from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
 from pointsman_agent.core.key_stream import CHUNK_KEYS
+from pointsman_common.core.addresses import parse_address
 from pointsman_common.core.block_keys import KEY_SCHEME, digest_of
 from pointsman_common.io.auth import bearer
 from pointsman_common.io.channel import open_channel
@@ -68,7 +69,14 @@ class Report:
         return message
 
     async def hello(
-        self, name: str = "a", *, scheme: str = KEY_SCHEME, oldest: int = 1, latest: int = 0, **changes: Any
+        self,
+        name: str = "a",
+        *,
+        scheme: str = KEY_SCHEME,
+        oldest: int = 1,
+        latest: int = 0,
+        agent_id: str = "",
+        **changes: Any,
     ) -> None:
         values: dict[str, Any] = {
             "instance_id": name,
@@ -86,6 +94,7 @@ class Report:
                 oldest_seq=oldest,
                 latest_seq=latest,
                 report_interval_ms=60_000,  # only the test sends reports
+                agent_id=agent_id,
             )
         )
 
@@ -193,7 +202,7 @@ async def running(
     server = RouterServer(RouterSettings(**{**values, **changes}), tokens, policies)
     await server.start()
     try:
-        async with open_channel(f"127.0.0.1:{server.port}") as channel:
+        async with open_channel(str(parse_address(server.settings.listen)._replace(port=server.port))) as channel:
             yield server, Client(channel, tokens.of("operator"))
     finally:
         await server.stop()

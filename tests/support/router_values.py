@@ -8,6 +8,7 @@ from pointsman_common.core.block_keys import KEY_SCHEME, digest_of, prompt_keys
 from pointsman_common.core.key_report_messages import SnapshotBegin, SnapshotChunk, SnapshotEnd
 from pointsman_lab.rival_policies.registry import make_policy
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.event_trust import EventTrust
 from pointsman_router.core.placement_types import (
     Candidate,
     FleetView,
@@ -83,13 +84,24 @@ def hello(
 
 
 def join(
-    state_: RouterState, name: str, stream_id: int, keys: list[int] | None = None, now: float = 0.0, **changes: Any
+    state_: RouterState,
+    name: str,
+    stream_id: int,
+    keys: list[int] | None = None,
+    now: float = 0.0,
+    *,
+    proven: bool = True,
+    **changes: Any,
 ) -> None:
-    """Send an instance's hello and its complete snapshot."""
+    """Send an instance's hello and its complete snapshot. `proven`: its events are trusted, as if answers had confirmed them."""
     hello(state_, name, stream_id, now, **changes)
     keys = keys or []
     for message in (SnapshotBegin(0), SnapshotChunk(1, keys), SnapshotEnd(0, len(keys), digest_of(1, keys))):
         state_.handle(ev.KeysReported(stream_id, name, message), now)
+    if proven and (record := state_.instances.get(name)) is not None and record.trust.losses == 0:
+        record.trust = EventTrust(proven=True, reason="")
+        record.forget_snapshot()
+        state_.prefix_knowledge.approximate_index.drop(name)
 
 
 def place(

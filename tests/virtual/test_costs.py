@@ -13,7 +13,7 @@ import pytest
 import redis.exceptions
 
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.instances.circuit_breaker import Circuit
+from pointsman_router.core.instances.engine_life import EngineLife
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.requests.held_requests import TRIES, HeldRequests
 from pointsman_router.io.rpc import fleet_service
@@ -163,7 +163,7 @@ def decide_again_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keep_trials_that_end_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """R5: if the end of a request on trial says nothing about its instance, the trial stays open."""
-    monkeypatch.setattr(Circuit, "left", lambda circuit, request_id: None)
+    monkeypatch.setattr(EngineLife, "gone", lambda life, request_id: life.served(request_id))
 
 
 def wait_for_reports_alone(monkeypatch: pytest.MonkeyPatch) -> None:

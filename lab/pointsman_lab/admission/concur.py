@@ -79,9 +79,9 @@ class Concur:
 
     def tick(self, loads: Mapping[str, Load], now: float) -> Sequence[Admitted]:
         """Set the window by the loads, and let in what it permits. Mutates."""
-        queries = sum(load.prefix_cache_queries for load in loads.values())
-        hits = sum(load.prefix_cache_hits for load in loads.values())
-        usage = fmean(load.kv_usage for load in loads.values())
+        queries = sum(load.prefix_cache_queries or 0 for load in loads.values())
+        hits = sum(load.prefix_cache_hits or 0 for load in loads.values())
+        usage = fmean(load.kv_usage or 0.0 for load in loads.values())
         asked, found = queries - self._queries, hits - self._hits
         self._queries, self._hits = queries, hits
         if usage < U_LOW:

@@ -17,6 +17,8 @@ from aiohttp import web
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from pointsman_common.core.addresses import Address
+from pointsman_common.io.listening import bound_socket
 from pointsman_common.io.logs import configure_logs
 from pointsman_lab.emulator.engine_loop import EngineLoop
 from pointsman_lab.emulator.http_routes import EngineApp
@@ -46,6 +48,10 @@ class EmulateSettings(BaseSettings):
     ssl_keyfile: Path | None = Field(None, description="private key of ssl_certfile (PEM)")
     api_key: SecretStr = Field(SecretStr(""), description="API key that clients must send; empty: none")
     model: str = Field("pointsman-emulated", min_length=1, description="served model name")
+    root: str = Field("", description="path or hub id of its weights; empty: the tokenizer's folder")
+    dtype: str = Field(
+        "", description="type of its weights that it announces, such as bfloat16; empty: none, as a plain vLLM"
+    )
     tokenizer: Path = Field(TOKENIZER_DIR, description="folder with tokenizer.json and tokenizer_config.json")
     block_size: int = Field(16, description="tokens per KV block, a multiple of 16")
     kv_blocks: int = Field(20_000, ge=1, description="number of usable KV blocks; vLLM's num_gpu_blocks is one more")
@@ -128,7 +134,7 @@ async def start(settings: EmulateSettings, profile: Profile | None = None) -> Em
     tokenizer = ChatTokenizer(settings.tokenizer)
     model = EngineModel(settings.engine_config(tokenizer), profile)
     started_at = time.time()
-    metrics = EngineMetrics(model, settings.model, started_at)
+    metrics = EngineMetrics(model, settings.model, started_at, {"dtype": settings.dtype, "kv_dtype": settings.dtype})
     publisher = KVEventPublisher(settings.host, settings.kv_events_port, settings.replay_port)
 
     def publish(events: Sequence[object]) -> None:
@@ -151,6 +157,7 @@ async def start(settings: EmulateSettings, profile: Profile | None = None) -> Em
         suspension,
         settings.api_key.get_secret_value(),
         script,
+        settings.root,
     )
     tls = None
     if settings.ssl_certfile is not None:
@@ -161,17 +168,17 @@ async def start(settings: EmulateSettings, profile: Profile | None = None) -> Em
     runner = web.AppRunner(app.make(), handler_cancellation=True, access_log=None, shutdown_timeout=0.01)
     try:
         await runner.setup()
-        site = web.TCPSite(runner, settings.host, settings.port, reuse_address=True, ssl_context=tls)
+        site = web.SockSite(runner, bound_socket(Address(settings.host, settings.port)), ssl_context=tls)
         await site.start()
     except BaseException:
         await runner.cleanup()
         await publisher.stop()
         raise
     port = runner.addresses[0][1]
-    host = "127.0.0.1" if settings.host == "0.0.0.0" else settings.host
-    transfers.address = f"{host}:{port}"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    transfers.address = str(Address(host, port))
     task = asyncio.get_running_loop().create_task(loop.run())
-    url = f"http{'s' if tls else ''}://{host}:{port}"
+    url = f"http{'s' if tls else ''}://{transfers.address}"
     return EmulatedEngine(url, model, publisher.endpoint, publisher.replay_endpoint, runner, publisher, task)
 
 

@@ -59,7 +59,7 @@ class EventWriter(Protocol):
 
 class EngineApp:
     """HTTP handlers over one engine loop. `created` is the model's creation time (s since the epoch); `script` has the answers to
-    chats with tools."""
+    chats with tools; `root` is the weights' path or hub id (empty: the tokenizer's folder)."""
 
     def __init__(
         self,
@@ -74,6 +74,7 @@ class EngineApp:
         suspension: Suspension,
         api_key: str = "",
         script: Sequence[ScriptedAnswer] = (),
+        root: str = "",
     ) -> None:
         self._name = model_name
         self._created = created
@@ -86,6 +87,7 @@ class EngineApp:
         self._suspension = suspension
         self._api_key = api_key
         self._script = script
+        self._root = root or str(tokenizer.folder)
         self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
         self._texts = dict(zip(tokenizer.word_ids, tokenizer.words, strict=True))
 
@@ -303,7 +305,7 @@ class EngineApp:
             "object": "model",
             "created": self._created,
             "owned_by": "vllm",
-            "root": str(self._tokenizer.folder),
+            "root": self._root,
             "parent": None,
             "max_model_len": self._model.config.max_model_len,
             "permission": [],

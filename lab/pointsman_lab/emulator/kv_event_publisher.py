@@ -15,6 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from pointsman_common.core.addresses import in_brackets
 from pointsman_lab.engine.block_cache import AllCleared, BlocksRemoved
 from pointsman_lab.engine.block_cache import BlocksStored as Stored
 from pointsman_lab.engine.host_tier import OffloadedRemoved, OffloadedStored
@@ -187,7 +188,9 @@ class KVEventPublisher:
 def _bind(socket: zmq.Socket[Any], host: str, port: int) -> str:
     """Bind and return the endpoint as vLLM reports it: the selected port with its address, "*" as the address of all
     interfaces."""
-    address = "*" if host == "0.0.0.0" else host
+    # vLLM's "*" is IPv4 alone.
+    address = "*" if host == "0.0.0.0" else in_brackets(host)
+    socket.setsockopt(zmq.IPV6, ":" in host)
     socket.bind(f"tcp://{address}:{port or '*'}")
     bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
     return f"tcp://{address}:{bound.rpartition(':')[2]}"

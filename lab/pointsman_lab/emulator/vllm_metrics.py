@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -59,7 +60,10 @@ class Histogram:
 class EngineMetrics(Collector):
     """Reads the model at each scrape. The engine loop records times and outcomes."""
 
-    def __init__(self, model: EngineModel, model_name: str, started_at: float) -> None:
+    def __init__(
+        self, model: EngineModel, model_name: str, started_at: float, identity: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """`identity`: labels of pointsman_engine_identity_info; without a value it is not shown."""
         self._model = model
         self._started_at = started_at
         self._labels = {"engine": "0", "model_name": model_name}
@@ -67,6 +71,7 @@ class EngineMetrics(Collector):
         self.finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0})
         self.suspension: Callable[[dict[str, str]], Iterable[Metric]] = lambda _: ()
         """Returns the metrics of the sleep state, given the engine's labels."""
+        self._identity = {name: value for name, value in identity.items() if value}
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -121,5 +126,9 @@ class EngineMetrics(Collector):
         cache = GaugeMetricFamily("vllm:cache_config_info", "cache configuration", labels=list(info))
         cache.add_metric(list(info.values()), 1)
         yield cache
+        if identity := self._identity:
+            shown = GaugeMetricFamily("pointsman_engine_identity_info", "identity", labels=list(identity))
+            shown.add_metric(list(identity.values()), 1)
+            yield shown
         # In vLLM it is the process's start. Here it is the emulated engine's, since several engines may share a process.
         yield GaugeMetricFamily("process_start_time_seconds", "start since the epoch in s", value=self._started_at)

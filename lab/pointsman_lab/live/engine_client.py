@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 import zmq
 import zmq.asyncio
+
+from pointsman_common.core.addresses import address_of_url, connect_endpoint
 
 # Timeout for an answered request to appear in /metrics, s.
 METRICS_WITHIN_S = 30.0
@@ -141,6 +142,7 @@ class EngineClient:
         with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.subscribe(b"")
+            socket.setsockopt(zmq.IPV6, "[" in endpoint)
             socket.connect(endpoint)
             listening = asyncio.create_task(_listen(socket, queue))
             try:
@@ -155,7 +157,7 @@ class EngineClient:
             endpoint = str(sources["0"]["endpoint"]) if sources["0"]["enable_kv_cache_events"] else ""
         except (EngineError, msgspec.DecodeError, LookupError, TypeError):
             return ""
-        return endpoint.replace("*", urlsplit(self.url).hostname or "127.0.0.1")
+        return connect_endpoint(endpoint, address_of_url(self.url).host)
 
     async def _get(self, path: str) -> bytes:
         try:

@@ -6,7 +6,6 @@ import os
 import selectors
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from pointsman_common.io.child_command import pointsman_child
 
 # Timeout for each engine's start and for the gateway to be ready, s.
 START_S = 180.0
@@ -61,11 +62,10 @@ class ChildProcesses:
 
     def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         """Start `pointsman ARGUMENTS`; its stderr goes to NAME.log. `environment` is added to this process's."""
-        command = [sys.executable, "-m", "pointsman_cli.main", *arguments]
         with (self._folder / f"{name}.log").open("w") as log:
             # A new process group: a terminal's Ctrl-C must reach the command alone, which ends its children in order.
             self._running[name] = subprocess.Popen(
-                command,
+                pointsman_child(*arguments),
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

@@ -23,14 +23,15 @@ def open_requests(candidates: Sequence[Candidate]) -> dict[str, float]:
     return {candidate.instance_id: float(candidate.num_requests) for candidate in candidates}
 
 
-def reported(candidates: Sequence[Candidate], figure: Callable[[Candidate], float]) -> dict[str, float]:
+def reported(candidates: Sequence[Candidate], figure: Callable[[Candidate], float | None]) -> dict[str, float]:
     """Return a figure of the engines' reports, by instance; 0 for all if no report is fresh.
 
-    A stale figure counts as the greatest of the fresh ones. Otherwise an instance whose agent stopped reporting while it was idle
-    would attract all requests.
+    A figure that is stale, or that the engine does not report, counts as the greatest of the fresh ones. Otherwise an instance
+    whose agent stopped reporting while it was idle would attract all requests.
     """
-    greatest = max((figure(candidate) for candidate in candidates if not candidate.stale), default=0.0)
-    return {candidate.instance_id: greatest if candidate.stale else figure(candidate) for candidate in candidates}
+    figures = {candidate.instance_id: None if candidate.stale else figure(candidate) for candidate in candidates}
+    greatest = max((known for known in figures.values() if known is not None), default=0.0)
+    return {instance_id: greatest if known is None else known for instance_id, known in figures.items()}
 
 
 def negated_hit_ratios(candidates: Sequence[Candidate], request: PlacementRequest) -> dict[str, float]:

@@ -22,6 +22,7 @@ from pointsman_cli.doctor_redis import RedisUrls, redis_findings
 from pointsman_cli.instance_commands import order_words, orders_of, state_words, suspension
 from pointsman_cli.router_call import ask, dial
 from pointsman_common.core.block_keys import KEY_TOKENS
+from pointsman_common.core.vllm_versions import standing
 
 # Base URL of the agent of `pointsman up`.
 AGENT = "http://127.0.0.1:9101"
@@ -29,6 +30,8 @@ AGENT = "http://127.0.0.1:9101"
 STALE_REPORT_S = 5.0
 # Difference of clocks above which it is a finding, s.
 CLOCK_SKEW_S = 2.0
+# Maximum number of instances that one finding names.
+SHOWN = 5
 # Age of a cordon above which it is a finding, s.
 LONG_CORDONED_S = 86_400.0
 # States in which an instance can get requests.
@@ -162,14 +165,8 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> I
                 "give all its engines the same --block-size",
             )
         )
-        # Different revisions may have the same tokenizer. Gateways compare them.
-        if len({instance.model_root.partition("@")[0] for instance in pool}) > 1:
-            yield Finding(
-                Finding.WARN,
-                f"model {model}",
-                "instances loaded it from different sources",
-                "serve different models under different names",
-            )
+        yield from uniformity(model, statuses)
+        yield from versions(model, pool)
         yield from transfers(pool)
         yield from answers(
             [status.instance for status in statuses if status.state == fleet_pb2.INSTANCE_STATE_READY], access
@@ -180,13 +177,17 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> I
 
 def placeability(model: str, pool: Sequence[fleet_pb2.InstanceStatus]) -> Iterator[Finding]:
     """Yield how many instances of a model can get requests."""
-    placeable = sum(status.state in PLACEABLE for status in pool)
-    found = f"{placeable} of {len(pool)} instances placeable"
+    placeable = sum(status.state in PLACEABLE and not status.circuit_open for status in pool)
     if placeable:
-        yield Finding(Finding.OK, f"model {model}", found)
+        yield Finding(Finding.OK, f"model {model}", f"{placeable} of {len(pool)} instances placeable")
         return
-    counts = Counter(state_words(status) for status in pool)
+    counts = Counter(state_words(status) + ", out" * status.circuit_open for status in pool)
     states = ", ".join(f"{count} {words}" for words, count in sorted(counts.items()))
+    # What an operator has not ruled out, and is not asleep, gets requests if there is nothing better.
+    if any(status.state in (*PLACEABLE, fleet_pb2.INSTANCE_STATE_UNHEALTHY) for status in pool):
+        found = f"none healthy: {states}; requests are placed on them all the same"
+        yield Finding(Finding.FAIL, f"model {model}", found, "see the findings of each instance below")
+        return
     ordered = [
         status
         for status in pool
@@ -198,6 +199,51 @@ def placeability(model: str, pool: Sequence[fleet_pb2.InstanceStatus]) -> Iterat
         else "see the findings of each instance below"
     )
     yield Finding(Finding.FAIL, f"model {model}", f"none placeable: {states}", advice)
+
+
+def uniformity(model: str, pool: Sequence[fleet_pb2.InstanceStatus]) -> Iterator[Finding]:
+    """Yield what instances of a model differ in from the most of them, and those that a second agent announces."""
+    # Different revisions may have the same tokenizer. Gateways compare them.
+    if len({status.instance.model_root.partition("@")[0] for status in pool}) > 1:
+        yield Finding(
+            Finding.WARN,
+            f"model {model}",
+            "instances loaded it from different sources",
+            "serve different models under different names",
+        )
+    differing: dict[str, list[str]] = {}
+    for status in pool:
+        for difference in status.differences:
+            differing.setdefault(difference, []).append(status.instance.instance_id)
+        if status.rival:
+            yield Finding(
+                Finding.FAIL,
+                status.instance.instance_id,
+                f"announced by a second agent, which is refused: {status.rival}",
+                "give each engine its own address (advertise=), and only one agent",
+            )
+    for difference, names in sorted(differing.items()):
+        others = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        yield Finding(
+            Finding.WARN,
+            f"model {model}",
+            f"{', '.join(names[:SHOWN])}{others}: {difference} (of the others)",
+            "no answer, session or KV passes between engines of different weights or types, and long prompts go to the larger "
+            "context only: a rolling change; else serve them under different names",
+        )
+
+
+def versions(model: str, pool: Sequence[agent_pb2.Instance]) -> Iterator[Finding]:
+    """Yield each version of vLLM in a pool that is not the tested one, with what is off with it."""
+    counts = Counter(instance.engine_version for instance in pool)
+    for version, count in sorted(counts.items()):
+        if off := standing(version):
+            yield Finding(
+                Finding.WARN,
+                f"model {model}",
+                f"{count} of {len(pool)} run vLLM {version}, {off}",
+                "see docs/vllm_versions.md",
+            )
 
 
 def _orders(router: str) -> Iterator[Finding]:
@@ -241,22 +287,44 @@ def instance_finding(status: fleet_pb2.InstanceStatus) -> Finding:
     if status.state == fleet_pb2.INSTANCE_STATE_SUSPENDED:
         advice = "no requests are placed on it until its engine is woken up (POST /wake_up) or resumed (POST /resume)"
         return Finding(Finding.WARN, name, state, advice)
-    if status.state != fleet_pb2.INSTANCE_STATE_READY:
-        return Finding(Finding.FAIL, name, state, "see the agent's and the engine's logs")
     if status.circuit_open:
-        found = "circuit open: it failed several requests in a row"
-        return Finding(Finding.FAIL, name, found, "see the engine's log")
+        found = f"out: {status.life.reason or 'it failed several requests in a row'}"
+        return Finding(Finding.FAIL, name, f"{state}, {found}", "see the engine's log")
+    if status.state != fleet_pb2.INSTANCE_STATE_READY:
+        # What the agent saw, and what the router makes of it.
+        why = "; ".join(filter(None, (status.load.problem, status.life.reason)))
+        return Finding(Finding.FAIL, name, f"{state}: {why}" if why else state, "see the agent's and the engine's logs")
     if age > STALE_REPORT_S:
         advice = "check whether its agent is overloaded, and the network between agent and router"
         return Finding(Finding.WARN, name, f"last report {age:.0f} s ago", advice)
     return Finding(Finding.OK, name, f"{state}, vLLM {status.instance.engine_version}, report {age:.1f} s old")
 
 
+def load_findings(status: fleet_pb2.InstanceStatus) -> Iterator[Finding]:
+    """Yield what is not known of the load of an instance whose engine answers."""
+    name, load = status.instance.instance_id, status.load
+    if load.healthy and load.problem:
+        advice = "requests are placed on it all the same; see the agent's and the engine's logs"
+        yield Finding(Finding.WARN, name, load.problem, advice)
+    # Engines without a KV connector need not have the others.
+    unknown = [figure for figure in load.unknown if not figure.startswith("external_")]
+    if not unknown:
+        return
+    found = f"its /metrics has no number for: {', '.join(unknown)}"
+    advice = "compare its version with docs/existing_vllm.md"
+    if {"kv_usage", "waiting"}.intersection(unknown):
+        advice += "; the limit --max-kv-usage does not act on this instance"
+    yield Finding(Finding.WARN, name, found, advice)
+
+
 def _instance(status: fleet_pb2.InstanceStatus, access: EngineAccess) -> Iterator[Finding]:
     name = status.instance.instance_id
     yield instance_finding(status)
+    yield from load_findings(status)
     if status.instance.prefix_mode != agent_pb2.PREFIX_MODE_EXACT:
         yield inexact_finding(status.instance)
+    elif status.events_contradicted:
+        yield contradicted_finding(status)
     elif status.keys == 0 and status.load.prefix_cache_queries > status.instance.block_size:
         yield Finding(
             Finding.WARN,
@@ -269,6 +337,16 @@ def _instance(status: fleet_pb2.InstanceStatus, access: EngineAccess) -> Iterato
     if not suspension(status):
         # A suspended engine would keep the request until it is resumed.
         yield from _engine(status.instance, access)
+
+
+def contradicted_finding(status: fleet_pb2.InstanceStatus) -> Finding:
+    """Return why the KV events of an instance are not used as exact."""
+    return Finding(
+        Finding.WARN,
+        status.instance.instance_id,
+        f"prefixes are approximate: {status.prefix_reason}",
+        "check that the agent reaches the engine's KV-event addresses, and its log for events that it cannot read",
+    )
 
 
 def inexact_finding(instance: agent_pb2.Instance) -> Finding:
@@ -330,7 +408,14 @@ def _agent(agent: str) -> Iterator[Finding]:
         return
     for engine in engines:
         what = f"{name}: {engine['engine']}"
-        if engine["healthy"]:
+        for instance in engine.get("instances", ()):
+            for router, said in instance["routers"].items():
+                if said not in ("connected", "connecting"):
+                    found = f"{router} refuses {instance['instance_id']}: {said}"
+                    yield Finding(Finding.FAIL, what, found, "see the agent's log")
+        if engine["healthy"] and engine["problem"]:
+            yield Finding(Finding.WARN, what, engine["problem"], "see the engine's log")
+        elif engine["healthy"]:
             yield Finding(Finding.OK, what, "is monitored")
         else:
             yield Finding(Finding.FAIL, what, engine["problem"], "see the engine's log, and the agent's settings")

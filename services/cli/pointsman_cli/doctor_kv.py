@@ -16,6 +16,7 @@ from typing import Any
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman_cli.doctor_findings import TIMEOUT_S, EngineAccess, Finding, complete
+from pointsman_common.core.engine_identity import Use, compatible
 from pointsman_common.core.kv_transfer_params import mooncake_fetch, mooncake_send, nixl_send
 from pointsman_router.core.instances.kv_refusals import refused_senders
 from pointsman_router.io.convert import instance_messages
@@ -56,7 +57,7 @@ def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
                 Finding.WARN,
                 name,
                 "no other instance of its model can transfer KV with it",
-                "give both the same protocol, --block-size and --kv-cache-dtype, and opposite roles (or the role both)",
+                "give both the same vLLM, model, types, protocol and --block-size, and opposite roles (or the role both)",
             )
             continue
         if kv.protocol == agent_pb2.KV_PROTOCOL_MOONCAKE and kv.role != agent_pb2.KV_ROLE_CONSUMER:
@@ -83,11 +84,12 @@ def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
 
 def _kv_passes(source: agent_pb2.Instance, target: agent_pb2.Instance) -> bool:
     gives, takes = source.kv_transfer, target.kv_transfer
+    one, other = (instance_messages.instance_info(instance) for instance in (source, target))
     return (
         gives.role != agent_pb2.KV_ROLE_CONSUMER
         and takes.role != agent_pb2.KV_ROLE_PRODUCER
-        and (gives.protocol, gives.cache_dtype, source.block_size)
-        == (takes.protocol, takes.cache_dtype, target.block_size)
+        and one.kv_kind == other.kv_kind != ""
+        and compatible(one.known_identity, other.known_identity, Use.KV)
     )
 
 

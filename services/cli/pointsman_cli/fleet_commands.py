@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_cli.all_routers import instances_of, newest_decisions, of_its_router, pool_policies, warn
 from pointsman_cli.doctor import examine
@@ -101,9 +102,7 @@ def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: Jso
             str(status.num_requests),
             f"{status.pending_prefill_tokens:,}",
             f"{status.ongoing_decode_tokens:,}",
-            str(load.running),
-            str(load.waiting),
-            f"{load.kv_usage:.0%}",
+            *_reported(load),
             f"~{status.approximate_keys:,}"
             if status.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE
             else f"{status.keys:,}",
@@ -122,6 +121,13 @@ def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: Jso
     if answer.policy.name == Auto.name:
         for pool, taken in pool_policies(router, model).items():
             console.print(f"{pool}: {_taken(taken)}", highlight=False, markup=False)
+
+
+def _reported(report: agent_pb2.Load | fleet_pb2.Candidate) -> tuple[str, str, str]:
+    """Return the running and waiting requests and the KV usage of an engine's report, "?" for what it does not report."""
+    figures = {"running": str(report.running), "waiting": str(report.waiting), "kv_usage": f"{report.kv_usage:.0%}"}
+    running, waiting, kv_usage = ("?" if name in report.unknown else figure for name, figure in figures.items())
+    return running, waiting, kv_usage
 
 
 def _taken(policy: fleet_pb2.PoolPolicy) -> str:
@@ -148,11 +154,13 @@ def _state_of(status: fleet_pb2.InstanceStatus) -> str:
     """Return an instance's state as text, followed by operators' orders and by what is unusual about its keys."""
     remarks = [escape(words) for words in (suspension(status), status.cordon_reason, weight_words(status)) if words]
     if status.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE:
-        remarks.append("approximate")
+        remarks.append("approximate: its KV events contradict answers" if status.events_contradicted else "approximate")
     if status.prefix_source == fleet_pb2.PREFIX_SOURCE_NONE and status.state == fleet_pb2.INSTANCE_STATE_READY:
         remarks.append("cache counted as empty")
     if status.circuit_open:
-        remarks.append("circuit open")
+        remarks.append(f"out: {escape(status.life.reason)}" if status.life.reason else "out")
+    elif status.life.reason:
+        remarks.append(escape(status.life.reason))
     if status.prediction_audit_failures:
         remarks.append(f"prediction audit failed {status.prediction_audit_failures}x")
     state = state_words(status)
@@ -374,7 +382,7 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
             str(candidate.num_requests),
             f"{candidate.pending_prefill_tokens:,}",
             f"{candidate.ongoing_decode_tokens:,}",
-            f"{candidate.kv_usage:.0%}",
+            _reported(candidate)[2],
             f"{candidate.report_age.ToMilliseconds():,} ms" if candidate.HasField("report_age") else "-",
             note,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,10 @@ import typer
 from pydantic import Field
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from pointsman_common.io.settings import Entries
+from pointsman_common.core.addresses import parse_address
+from pointsman_common.io.child_command import pointsman_child
+from pointsman_common.io.listening import bound_socket
+from pointsman_common.io.settings import Entries, HostPort, OptionalHostPort
 from pointsman_common.io.tls import TlsSettings
 from pointsman_router.core.policy.registry import DEFAULT_POLICY
 
@@ -51,12 +53,18 @@ class UpSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_UP_")
 
     engine: Entries = Field(min_length=1, description="base URL of each vLLM server")
-    listen: str = Field("127.0.0.1:8080", description="HOST:PORT of the gateway")
-    picker: str = Field("", description="HOST:PORT at which the gateway is an Envoy's endpoint picker; empty: none")
-    router_listen: str = Field("127.0.0.1:50051", description="HOST:PORT of the router's gRPC services")
-    router_metrics: str = Field("127.0.0.1:9100", description="HOST:PORT of the router's /metrics; empty: none")
-    console: str = Field("127.0.0.1:9102", description="HOST:PORT of the router's console; empty: none")
-    agent_metrics: str = Field("127.0.0.1:9101", description="HOST:PORT of the agent's /metrics; empty: none")
+    listen: HostPort = Field("127.0.0.1:8080", description="HOST:PORT of the gateway")
+    picker: OptionalHostPort = Field(
+        "", description="HOST:PORT at which the gateway is an Envoy's endpoint picker; empty: none"
+    )
+    router_listen: HostPort = Field("127.0.0.1:50051", description="HOST:PORT of the router's gRPC services")
+    router_metrics: OptionalHostPort = Field(
+        "127.0.0.1:9100", description="HOST:PORT of the router's /metrics; empty: none"
+    )
+    console: OptionalHostPort = Field("127.0.0.1:9102", description="HOST:PORT of the router's console; empty: none")
+    agent_metrics: OptionalHostPort = Field(
+        "127.0.0.1:9101", description="HOST:PORT of the agent's /metrics; empty: none"
+    )
     policy: str = Field(DEFAULT_POLICY, description="policy at start: NAME or NAME:SETTING=VALUE,...")
     tokenizer: Entries = Field(
         default_factory=list, description="MODEL=FOLDER of a tokenizer; default: the engine's own, if readable here"
@@ -126,11 +134,9 @@ def unusable_addresses(settings: UpSettings) -> list[str]:
     found = []
     for name in ("listen", "picker", "router_listen", "router_metrics", "console", "agent_metrics"):
         if address := getattr(settings, name):
-            host, _, port = address.rpartition(":")
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
             try:
-                socket.create_server((host.strip("[]"), int(port)), family=family).close()
-            except (OSError, ValueError) as error:
+                bound_socket(parse_address(address)).close()
+            except OSError as error:
                 reason = "another process listens there" if getattr(error, "errno", 0) == errno.EADDRINUSE else error
                 found.append(f"--{name.replace('_', '-')} {address}: {reason}")
     return found
@@ -161,9 +167,8 @@ class ChildProcesses:
 
     def start(self, name: str, variables: Mapping[str, str]) -> None:
         """Start `pointsman NAME` with `variables` in its environment."""
-        command = [sys.executable, "-m", "pointsman_cli.main", name]
         # A separate process group: a terminal's Ctrl-C must reach only the parent, which stops the children in order.
-        self._running[name] = subprocess.Popen(command, process_group=0, env=os.environ | variables)
+        self._running[name] = subprocess.Popen(pointsman_child(name), process_group=0, env=os.environ | variables)
 
     def ended(self) -> tuple[str, int] | None:
         """Return a child that has ended, with its status; None if all run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -26,6 +27,17 @@ from tests.support.repository import REPOSITORY
 
 # `make test-next` runs the same tests on another vLLM.
 ENGINE_PYTHON = REPOSITORY / os.environ.get("POINTSMAN_TEST_ENGINE_PYTHON", ".venv-engine/bin/python")
+
+
+@functools.cache
+def vllm_names(word: str) -> bool:
+    """Whether the engines' vLLM has a flag or a route of this name: older ones lack some."""
+    package = next(ENGINE_PYTHON.parent.parent.glob("lib/python*/site-packages/vllm"))
+    return any(
+        word in file.read_text() for folder in ("engine", "entrypoints") for file in (package / folder).rglob("*.py")
+    )
+
+
 SERVED_NAME = "tiny"
 ADAPTER = "tiny-red"  # a LoRA adapter of it
 KV_BYTES_PER_TOKEN = (
@@ -89,15 +101,18 @@ class Engine:
     port: int = field(default_factory=free_port)
     bootstrap_port: int = field(default_factory=free_port)
     process: Process = field(init=False)
+    events: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         spec = self.spec
-        events = {
+        # An engine without the route that tells its ports must be given some.
+        fixed = spec.fixed_event_ports or not vllm_names("kv_event_sources")
+        self.events = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
             # "*" makes the engine bind; with port 0 it binds VLLM_HOST_IP.
-            "endpoint": f"tcp://*:{free_port() if spec.fixed_event_ports else 0}",
-            "replay_endpoint": f"tcp://*:{free_port() if spec.fixed_event_ports else 0}",
+            "endpoint": f"tcp://*:{free_port() if fixed else 0}",
+            "replay_endpoint": f"tcp://*:{free_port() if fixed else 0}",
         }
         flags = {
             "--model": self.model,
@@ -110,7 +125,7 @@ class Engine:
             "--kv-cache-memory-bytes": spec.kv_capacity_tokens * KV_BYTES_PER_TOKEN,
             "--block-size": spec.block_size,
             "--max-model-len": spec.max_model_len,
-            "--kv-events-config": json.dumps(events),
+            "--kv-events-config": json.dumps(self.events),
             **({"--kv-transfer-config": json.dumps(spec.kv_transfer)} if spec.kv_transfer else {}),
         }
         self.process = Process(
@@ -155,11 +170,15 @@ class Engine:
     @property
     def target(self) -> str:
         """Its address with what an agent must be told of it."""
-        if self.spec.kv_transfer is None:
-            return self.url
-        if self.spec.kv_transfer["kv_connector"] == NIXL["kv_connector"]:
-            return f"{self.url}?kv=nixl"
-        return f"{self.url}?kv=mooncake&bootstrap=http://127.0.0.1:{self.bootstrap_port}"
+        options = []
+        if not vllm_names("kv_event_sources"):
+            ends = (("events", "endpoint"), ("replay", "replay_endpoint"))
+            options += [f"{option}={self.events[end].replace('*', '127.0.0.1')}" for option, end in ends]
+        if self.spec.kv_transfer is not None and self.spec.kv_transfer["kv_connector"] == NIXL["kv_connector"]:
+            options.append("kv=nixl")
+        elif self.spec.kv_transfer is not None:
+            options.append(f"kv=mooncake&bootstrap=http://127.0.0.1:{self.bootstrap_port}")
+        return f"{self.url}?{'&'.join(options)}".removesuffix("?")
 
     def start(self) -> None:
         """Start the server; wait_ready() tells when it answers."""
@@ -238,6 +257,8 @@ class Engine:
         return len(held_pieces(self._replay_endpoint(rank)))
 
     def _replay_endpoint(self, rank: str) -> str:
+        if not vllm_names("kv_event_sources"):
+            return str(self.events["replay_endpoint"])
         return str(self.ask("/kv_event_sources").json()[rank]["replay_endpoint"])
 
 
@@ -353,6 +374,27 @@ def _piece(before: Piece, extra: Any, tokens: Sequence[int]) -> Piece:
     return hashlib.sha256(repr((before, extra, list(tokens))).encode()).digest()
 
 
+def _as_map(event: Any) -> dict[str, Any]:
+    """An event as a map: vLLM up to 0.23 sends arrays."""
+    if isinstance(event, dict):
+        return event
+    kind, *values = event
+    stored = (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+    )
+    return {
+        "type": kind,
+        **dict(zip(stored if kind == "BlockStored" else ("block_hashes", "medium"), values, strict=False)),
+    }
+
+
 def _replay(endpoint: str) -> list[dict[str, Any]]:
     """All KV events from the engine's start on. The publisher looks at its replay socket ten times a second, and drops what it
     cannot send at once, so what is missing is asked for again."""
@@ -373,5 +415,5 @@ def _replay(endpoint: str) -> list[dict[str, Any]]:
                     break
                 if complete := int.from_bytes(sequence, "big") == expected:
                     expected += 1
-                    events += msgspec.msgpack.decode(payload)[1]
+                    events += map(_as_map, msgspec.msgpack.decode(payload)[1])
     raise AssertionError(f"{endpoint}: the engine forgot a part of its history, or does not tell it")

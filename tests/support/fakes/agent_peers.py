@@ -22,6 +22,7 @@ from pointsman.agent.v1 import agent_pb2_grpc
 from pointsman_agent.core.kv_events import END_OF_REPLAY, Event
 from pointsman_agent.io.main import serve
 from pointsman_agent.io.settings import AgentSettings
+from pointsman_common.core.addresses import Address, in_brackets
 from pointsman_common.core.block_keys import digest_of
 from pointsman_common.io.channel import SERVER_OPTIONS
 
@@ -29,8 +30,11 @@ from pointsman_common.io.channel import SERVER_OPTIONS
 class FakeEngine:
     """The part of vLLM's interface that the agent uses. `mute` batches are only in the replay buffer."""
 
-    def __init__(self, context: zmq.asyncio.Context, *, process_start: float | None = 1000.0) -> None:
+    def __init__(
+        self, context: zmq.asyncio.Context, *, process_start: float | None = 1000.0, host: str = "127.0.0.1"
+    ) -> None:
         self.context = context
+        self.host = host
         self.process_start = process_start
         self.block_size = 32
         self.adapters: list[str] = []
@@ -44,6 +48,8 @@ class FakeEngine:
         """Labels of pointsman_tokenizer_info; empty without the package."""
         self.engine: dict[str, str] = {}
         """Labels of pointsman_engine_info; empty without the package."""
+        self.identity: dict[str, str] = {}
+        """Labels of pointsman_engine_identity_info; empty without the package."""
         self.engine_ids: list[str] = []
         """What a bootstrap server at this engine's own port answers, by rank; empty: there is none."""
         self.metrics_broken = False
@@ -52,6 +58,8 @@ class FakeEngine:
         self.max_model_len: object = 4_096
         self.events_address: object = ""
         """The endpoint that /kv_event_sources names; empty: that of the events."""
+        self.tells_sources = True
+        """Whether it has GET /kv_event_sources."""
         self.awake = True
         self.operations: dict[str, int] = {}
         """Completed sleep operations, by name."""
@@ -61,6 +69,7 @@ class FakeEngine:
         self.pause_answers.set()
         self.buffer: list[tuple[int, bytes]] = []
         self.replays = 0
+        self.scrapes = 0
         self.port = 0
         self._seq = 0
         self._runner: web.AppRunner | None = None
@@ -68,18 +77,18 @@ class FakeEngine:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{Address(self.host, self.port)}"
 
     async def start(self) -> None:
         """Start a new incarnation. After stop() the HTTP port stays the same; the ZMQ ports are new and the cache is empty."""
         self._seq, self.buffer = 0, []
         self._pub = self.context.socket(zmq.PUB)
-        self._pub.linger = 0
-        self.events_port = self._pub.bind_to_random_port("tcp://127.0.0.1")
+        self._pub.linger, self._pub.ipv6 = 0, ":" in self.host
+        self.events_port = self._pub.bind_to_random_port(f"tcp://{in_brackets(self.host)}")
         self._router = self.context.socket(zmq.ROUTER)
-        self._router.linger = 0
+        self._router.linger, self._router.ipv6 = 0, ":" in self.host
         self._router.sndhwm = 0
-        self._router_port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self._router_port = self._router.bind_to_random_port(f"tcp://{in_brackets(self.host)}")
         self._serving = asyncio.create_task(self._serve_replays())
         app = web.Application()
         app.add_routes(
@@ -94,7 +103,7 @@ class FakeEngine:
         )
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        await web.TCPSite(self._runner, self.host, self.port).start()
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
@@ -129,6 +138,7 @@ class FakeEngine:
             await self._router.send_multipart([client, b"", b"", END_OF_REPLAY, b""])
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        self.scrapes += 1
         if self.metrics_broken:
             raise web.HTTPServiceUnavailable
         lines = [] if self.process_start is None else [f"process_start_time_seconds {self.process_start}"]
@@ -136,6 +146,7 @@ class FakeEngine:
             ("kv_transfer", self.announced),
             ("tokenizer", self.tokenizer),
             ("engine", self.engine),
+            ("engine_identity", self.identity),
         ):
             if facts:
                 labels = ",".join(f'{name}="{value}"' for name, value in facts.items())
@@ -178,6 +189,8 @@ class FakeEngine:
         )
 
     async def _sources(self, request: web.Request) -> web.Response:
+        if not self.tells_sources:
+            raise web.HTTPNotFound
         # Only rank 0 has sockets here. That suffices to test where the agent looks for the other ranks' events.
         source: dict[str, Any] = {
             "enable_kv_cache_events": True,

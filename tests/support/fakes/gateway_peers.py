@@ -39,6 +39,7 @@ class FakeEngine:
 
     - ok, 400, 500, 501, 503
     - hang: no request is answered
+    - page: each answer is 200 with a page of HTML, under the content type of the right answer
     - cut: the connection is closed in the middle of a stream
     - short: a stream ends without [DONE]
     - linger: a stream does not end after [DONE]
@@ -57,6 +58,7 @@ class FakeEngine:
     engine_id: str = "e1"  # of the KV connector
     queries: int = 0
     stored: dict[str, dict[str, Any]] = field(default_factory=dict)  # responses by id
+    unloaded: set[str] = field(default_factory=set)  # names of models that it does not know
     aborted: int = 0
     open: int = 0
     _site: web.TCPSite = field(init=False, repr=False)
@@ -83,12 +85,18 @@ class FakeEngine:
         if self.mode in ("500", "501", "503"):
             error = {"message": f"boom at 10.0.0.7 for {body.get('user')}", "type": "InternalServerError", "code": 500}
             return web.json_response({"error": error}, status=int(self.mode))
+        if body["model"] in self.unloaded:
+            error = {"message": f"The model `{body['model']}` does not exist.", "type": "NotFoundError", "code": 404}
+            return web.json_response({"error": error}, status=404)
         if self.mode == "400":
             return web.json_response({"error": {"message": "no", "type": "BadRequestError", "code": 400}}, status=400)
         self.open += 1
         try:
             if self.mode == "hang":
                 await asyncio.sleep(3600)
+            if self.mode == "page":
+                media_type = "text/event-stream" if body.get("stream") else "application/json"
+                return web.Response(body=b"<html>Log in</html>", content_type=media_type)
             kind = Endpoint(request.path)
             call = parse(kind, raw)
             try:

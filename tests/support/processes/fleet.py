@@ -346,9 +346,16 @@ class Fleet:
             truth[engine] = await asyncio.to_thread(held_pieces, endpoint)
         for name in ROUTERS:
             for engine, status in (await self.instances(name)).items():
-                cache = (status.keys, status.provisional_keys, status.prefix_source, status.prediction_audit_failures)
-                if cache != (len(truth[engine]), 0, fleet_pb2.PREFIX_SOURCE_EVENTS, 0):
-                    return f"{name}: {engine} has {len(truth[engine])} keys, not {cache}"
+                cache = (
+                    status.keys,
+                    status.provisional_keys,
+                    status.events_contradicted,
+                    status.prediction_audit_failures,
+                )
+                # A standby has placed nothing whose answer could confirm the events.
+                known = status.prefix_source in (fleet_pb2.PREFIX_SOURCE_EVENTS, fleet_pb2.PREFIX_SOURCE_APPROXIMATE)
+                if not known or cache != (len(truth[engine]), 0, False, 0):
+                    return f"{name}: {engine} has {len(truth[engine])} keys, not {cache} by {status.prefix_source}"
         owner = await self.owner()
         for prompt in list(self.replay.prompts.values())[-20:]:
             assumed = await self._cached(owner, prompt)

@@ -131,6 +131,15 @@ def _cut(ones: str, others: str) -> Fault:
     return cut
 
 
+def _metrics_fail(world: World, for_s: float) -> str:
+    """An engine answers requests, and its page of metrics does not come. That disturbs nothing."""
+    engine = world.engines[world.rng.choice(sorted(world.engines))]
+    loop = asyncio.get_running_loop()
+    engine.unreadable = loop.time()
+    loop.call_later(for_s, setattr, engine, "unreadable", None)
+    return f"{engine.instance_id} has no metrics"
+
+
 def redis_down(world: World, for_s: float) -> str:
     world.disturbances.note(REDIS, for_s)
     world.redis.down = True
@@ -183,6 +192,7 @@ FAULTS: tuple[Fault, ...] = (
     _stops("gateways"),
     _stops("agents"),
     _stops("engines"),
+    _metrics_fail,
     _clock_jumps("routers"),
     _clock_jumps("gateways"),
     _clock_jumps("agents"),

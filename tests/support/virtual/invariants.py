@@ -231,9 +231,9 @@ async def _check_circuits(world: Any) -> None:
     """Check that no instance stays excluded: after the time of its open circuit requests may be placed on it again."""
     loop = asyncio.get_running_loop()
     records = [record for router in world.live_routers() for record in router.state.instances.records()]
-    left_s = max((record.circuit.until - loop.time() for record in records), default=0.0)
+    left_s = max((record.life.until - loop.time() for record in records), default=0.0)
     for router in world.live_routers():
-        if left_s > router.state.settings.circuit.max_open_s:
+        if left_s > router.state.settings.life.max_open_s:
             raise InvariantViolation(f"a circuit stays open for {left_s:.0f} s more")
     await asyncio.sleep(max(left_s, 0.0) + 0.01)
     for router in world.live_routers():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pointsman_agent.core.engine_metrics import WrongSender, parse_metrics
+from pointsman_agent.core.engine_metrics import FIGURES, WrongSender, parse_metrics
 
 PAGE = Path(__file__).with_name("vllm_metrics.txt")
 
@@ -18,8 +18,10 @@ def test_a_captured_page() -> None:
     sample = scrape.ranks[0]
     assert (sample.block_size, sample.kv_blocks) == (32, 1024)
     assert sample.kv_capacity_tokens == 32_768
-    assert sample.generation_tokens > 0
-    assert sample.prefix_cache_queries > sample.prefix_cache_hits > 0
+    assert sample.generation_tokens
+    assert sample.prefix_cache_queries
+    assert sample.prefix_cache_hits
+    assert sample.prefix_cache_queries > sample.prefix_cache_hits
     assert sample.cache_config["enable_prefix_caching"] == "True"
     assert not sample.speculative
 
@@ -54,22 +56,59 @@ COUNTED = (
     'vllm:generation_tokens_total{engine="0"}',
     'vllm:num_preemptions_total{engine="0"}',
     'vllm:sleep_mode_operation_duration_seconds_count{operation="sleep"}',
-    'pointsman_kv_wrong_requests_total{sender="http://a:8998"}',
+    'vllm:sleep_mode_operations_in_flight{operation="sleep"}',
+    'vllm:engine_sleep_state{engine="0",sleep_state="awake"}',
+    "process_start_time_seconds",
 )
 
 
 @pytest.mark.parametrize("series", COUNTED)
-@pytest.mark.parametrize("value", ["+Inf", "-1", "NaN", "1e300"])
-def test_a_number_that_cannot_be_sent_is_an_error_of_the_page(series: str, value: str) -> None:
-    with pytest.raises(ValueError, match=series.partition("{")[0]):
-        parse_metrics(PAGE_OF_ONE + f"{series} {value}\n".encode())
+@pytest.mark.parametrize("value", ["+Inf", "NaN", "1e400", "none", "\xff"])
+def test_a_value_that_is_no_number_counts_as_missing_and_is_named(series: str, value: str) -> None:
+    scrape = parse_metrics(PAGE_OF_ONE + f"{series} {value}\n".encode("latin-1"))
+    assert list(scrape.bad) == [series.partition("{")[0]]
+    missing = parse_metrics(PAGE_OF_ONE)
+    assert (scrape.process_start, scrape.ranks) == (None, missing.ranks)
+    assert (scrape.completed, scrape.in_progress) == ({}, frozenset())
 
 
-def test_the_sum_of_several_processes_is_checked_too() -> None:
-    lines = b'pointsman_kv_wrong_requests_total{sender="x",pid="%d"} 1e19\n'
-    assert parse_metrics(PAGE_OF_ONE + lines % 1).wrong_kv == {WrongSender("x"): 10**19}
-    with pytest.raises(ValueError, match="pointsman_kv_wrong_requests_total"):
-        parse_metrics(PAGE_OF_ONE + lines % 1 + lines % 2)
+@pytest.mark.parametrize(
+    "line", ["kv_cache_usage_perc{} -0.3875", "kv_cache_usage_perc{} 1.5", "num_requests_waiting{} -1"]
+)
+def test_a_number_that_its_field_cannot_hold_is_unknown_and_the_others_count(line: str) -> None:
+    scrape = parse_metrics(PAGE_OF_ONE + f"vllm:{line}\n".encode())
+    assert scrape.ranks[0].running == 1
+    assert {"kv_usage", "waiting"} <= set(scrape.ranks[0].unknown)
+    assert len(scrape.bad) == 1
+
+
+def test_a_series_that_is_missing_is_unknown_and_not_zero() -> None:
+    assert parse_metrics(PAGE_OF_ONE).ranks[0].unknown == tuple(name for name in FIGURES if name != "running")
+    assert set(parse_metrics(PAGE.read_bytes()).ranks[0].unknown) <= {
+        "external_prefix_cache_queries",
+        "external_prefix_cache_hits",
+    }
+
+
+def test_older_names_are_read() -> None:
+    page = (
+        b'vllm:gpu_cache_usage_perc{engine="0"} 0.25\n'
+        b'vllm:gpu_prefix_cache_queries_total{engine="0"} 40.0\n'
+        b'vllm:gpu_prefix_cache_hits_total{engine="0"} 16.0\n'
+    )
+    sample = parse_metrics(page).ranks[0]
+    assert (sample.kv_usage, sample.prefix_cache_queries, sample.prefix_cache_hits) == (0.25, 40, 16)
+
+
+def test_a_sender_of_wrong_kv_stays_named_without_its_number() -> None:
+    lines = b'pointsman_kv_wrong_requests_total{sender="x",pid="%d"} %s\n'
+    assert parse_metrics(PAGE_OF_ONE + lines % (1, b"1e19")).wrong_kv == {WrongSender("x"): 10**19}
+    for page in (lines % (1, b"NaN"), lines % (1, b"-1"), lines % (1, b"1") + lines % (2, b"+Inf")):
+        scrape = parse_metrics(PAGE_OF_ONE + page)
+        assert (scrape.wrong_kv, list(scrape.bad)) == ({WrongSender("x"): 1}, ["pointsman_kv_wrong_requests_total"])
+    # The sum of several processes is checked, too.
+    scrape = parse_metrics(PAGE_OF_ONE + lines % (1, b"1e19") + lines % (2, b"1e19"))
+    assert (scrape.wrong_kv, len(scrape.bad)) == ({WrongSender("x"): 10**19}, 1)
 
 
 @pytest.mark.parametrize("text", ["None", "²", "9" * 5_000, "-1", "1e300"])

@@ -44,9 +44,8 @@ def test_what_is_no_service_is_refused(text: str) -> None:
         parse_engine_service(text)
 
 
-def test_ready_endpoints_are_engines() -> None:
-    found = urls(
-        "llm/vllm",
+def test_endpoints_that_do_not_end_are_engines_ready_or_not() -> None:
+    slices = (
         endpoint_slice(
             "vllm-a",
             [
@@ -57,9 +56,12 @@ def test_ready_endpoints_are_engines() -> None:
                 endpoint("10.0.0.5", ready=False, terminating=True),
             ],
         ),
-        endpoint_slice("vllm-b", [endpoint("10.0.0.6"), endpoint("10.0.0.1")]),
+        endpoint_slice("vllm-b", [endpoint("10.0.0.6"), endpoint("10.0.0.1", ready=False)]),
     )
-    assert found == ["http://10.0.0.1:8000", "http://10.0.0.3:8000", "http://10.0.0.6:8000"]
+    assert urls("llm/vllm", *slices) == [f"http://10.0.0.{number}:8000" for number in (1, 2, 3, 6)]
+    endpoints = ServiceEndpoints(parse_engine_service("llm/vllm"))
+    endpoints.replace(slices)
+    assert endpoints.not_ready() == {"http://10.0.0.2:8000"}
 
 
 @pytest.mark.parametrize(
@@ -99,3 +101,51 @@ def test_changes_are_applied_one_by_one() -> None:
     assert sorted(endpoints.engines()) == ["http://10.0.0.3:8000"]
     endpoints.apply("MODIFIED", endpoint_slice("a", []) | {"endpoints": None, "ports": None})
     assert endpoints.engines() == {}
+
+
+def of_pod(uid: str, ip: str, **conditions: Any) -> dict[str, Any]:
+    """An endpoint of a pod."""
+    return endpoint(ip, **conditions) | {
+        "targetRef": {"kind": "Pod", "namespace": "llm", "name": f"p-{uid}", "uid": uid}
+    }
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_pod_with_addresses_of_both_families_is_one_engine(first: int) -> None:
+    both = [
+        endpoint_slice("vllm-4", [of_pod("a", "10.0.0.1"), of_pod("b", "10.0.0.2")]),
+        endpoint_slice("vllm-6", [of_pod("a", "fd00::1"), of_pod("c", "fd00::3")], address_type="IPv6"),
+    ]
+    found = urls("llm/vllm", both[first], both[1 - first])
+    assert found == ["http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://[fd00::3]:8000"]
+
+
+def test_a_pod_of_both_families_is_one_engine_until_one_of_them_ends() -> None:
+    def found(**six: bool) -> tuple[list[str], frozenset[str]]:
+        endpoints = ServiceEndpoints(parse_engine_service("llm/vllm"))
+        endpoints.replace(
+            [
+                endpoint_slice("vllm-4", [of_pod("a", "10.0.0.1", ready=False)]),
+                endpoint_slice("vllm-6", [of_pod("a", "fd00::1", **six)], address_type="IPv6"),
+            ]
+        )
+        return list(endpoints.engines()), endpoints.not_ready()
+
+    one = "http://10.0.0.1:8000"
+    assert found(ready=True) == ([one], frozenset())
+    assert found(ready=False) == ([one], frozenset({one}))
+    # Else its other address would be a new engine for the moment between two writes.
+    assert found(terminating=True) == ([], frozenset())
+
+
+def test_endpoints_without_a_pod_are_told_apart_by_their_ports() -> None:
+    ports = [[{"name": "http", "port": port, "protocol": "TCP"}] for port in (8000, 8001)]
+    slices = [endpoint_slice(f"s{at}", [endpoint("10.0.0.1")], ports=port) for at, port in enumerate(ports)]
+    assert urls("llm/vllm", *slices) == ["http://10.0.0.1:8000", "http://10.0.0.1:8001"]
+
+
+def test_an_endpoint_without_addresses_is_skipped() -> None:
+    endpoints = ServiceEndpoints(parse_engine_service("llm/vllm"))
+    empty: list[dict[str, Any]] = [endpoint("10.0.0.1") | {"addresses": []}, endpoint("10.0.0.1") | {"addresses": None}]
+    endpoints.replace([endpoint_slice("vllm-a", [*empty, endpoint("10.0.0.2")])])
+    assert list(endpoints.engines()) == ["http://10.0.0.2:8000"]

@@ -138,3 +138,14 @@ def test_a_pushed_load_is_suspended_as_the_last_scrape_says() -> None:
     pushed = StepLoad("7f", 0, 0, 2, 0.5, 0, StepTotals(0, 0.0, 0, 0, 0, 0, 0.0))
     assert pushed.to_wire(pb.Load(suspended="paused", generation_tokens=9)).suspended == "paused"
     assert pushed.to_wire(None).suspended == ""
+
+
+def test_a_count_that_is_no_number_for_a_while_is_no_reset() -> None:
+    resets = CacheResets()
+    pages = [page(completed={"update": 2}), page(), page(completed={"update": 2}), page(completed={"update": 3})]
+    assert [resets.observe(scrape, paused=False) for scrape in pages] == [
+        "",
+        "",
+        "",
+        "the engine's weights were changed",
+    ]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pointsman.agent.v1 import agent_pb2 as pb
-from pointsman_agent.core.wire_numbers import finite, share, uint32, uint64
+from pointsman_agent.core.wire_numbers import finite, moment, share, uint32, uint64
 
 ODD: list[Any] = [
     None,
@@ -37,6 +37,13 @@ def test_what_is_no_number_of_a_field(value: object) -> None:
     for parse in (uint32, uint64, share):
         with pytest.raises(ValueError, match=r"number|not finite|not in the range|convert"):
             parse(value)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "NaN", "+Inf", "none"])
+def test_what_is_no_time(value: str) -> None:
+    with pytest.raises(ValueError, match=r"no time|not finite|convert"):
+        moment(value)
+    assert moment("1.795e+09") == 1_795_000_000.0
 
 
 def test_numbers_of_a_field() -> None:

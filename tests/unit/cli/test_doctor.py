@@ -13,12 +13,15 @@ from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2
 from pointsman_cli import doctor_kv
 from pointsman_cli.doctor import (
+    contradicted_finding,
     forgotten_orders,
     inexact_finding,
     instance_finding,
+    load_findings,
     placeability,
     redundancy,
     refused_policies,
+    versions,
 )
 from pointsman_cli.doctor_findings import EngineAccess, Finding
 from pointsman_cli.doctor_kv import Answer, answers, difference, pairs_of, transfers
@@ -244,14 +247,29 @@ def test_flags_are_advised_only_to_engines_whose_events_are_missing() -> None:
     assert "--" not in finding.advice
 
 
+def test_events_that_contradict_answers_are_named_with_the_reason() -> None:
+    finding = contradicted_finding(status("READY", prefix_reason="4 of the last 8 answers; its agent: no answer"))
+    assert finding.level == Finding.WARN
+    assert "its agent: no answer" in finding.found
+
+
 def test_a_model_of_which_no_instance_is_placeable_fails() -> None:
-    pool = [status("CORDONED"), status("CORDONED", "UNHEALTHY"), status("UNHEALTHY", "UNHEALTHY"), status("CORDONED")]
+    pool = [status("CORDONED"), status("CORDONED", "UNHEALTHY"), status("CORDONED")]
     [finding] = placeability("m", pool)
     assert (finding.level, finding.check) == (Finding.FAIL, "model m")
-    assert finding.found == "none placeable: 2 CORDONED, 1 CORDONED, UNHEALTHY, 1 UNHEALTHY"
+    assert finding.found == "none placeable: 2 CORDONED, 1 CORDONED, UNHEALTHY"
     assert "pointsman uncordon" in finding.advice
     [finding] = placeability("m", [*pool, status("READY")])
-    assert (finding.level, finding.found) == (Finding.OK, "1 of 5 instances placeable")
+    assert (finding.level, finding.found) == (Finding.OK, "1 of 4 instances placeable")
+
+
+def test_a_model_of_which_no_instance_is_healthy_fails_and_gets_requests() -> None:
+    out = status("READY", circuit_open=True)
+    [finding] = placeability("m", [out, status("UNHEALTHY", "UNHEALTHY")])
+    assert (finding.level, finding.check) == (Finding.FAIL, "model m")
+    assert finding.found == "none healthy: 1 READY, out, 1 UNHEALTHY; requests are placed on them all the same"
+    [finding] = placeability("m", [out, status("READY")])
+    assert (finding.level, finding.found) == (Finding.OK, "1 of 2 instances placeable")
 
 
 def test_a_cordon_does_not_hide_that_the_engine_is_away() -> None:
@@ -273,6 +291,21 @@ def test_a_suspended_engine_is_reported_with_its_reason_and_is_not_asked() -> No
     [finding] = placeability("m", [asleep])
     assert (finding.level, finding.found) == (Finding.FAIL, "none placeable: 1 SUSPENDED")
     assert _state_of(asleep) == "SUSPENDED (asleep (level 1))"
+
+
+def test_what_is_unknown_of_a_load_is_reported() -> None:
+    assert list(load_findings(status("READY", load=agent_pb2.Load(healthy=True)))) == []
+    load = agent_pb2.Load(
+        healthy=True, unknown=["kv_usage", "external_prefix_cache_hits"], problem="load unknown: /metrics: TimeoutError"
+    )
+    [problem, missing] = load_findings(status("READY", load=load))
+    assert (problem.level, problem.found) == (Finding.WARN, "load unknown: /metrics: TimeoutError")
+    assert (missing.level, missing.found) == (Finding.WARN, "its /metrics has no number for: kv_usage")
+    assert "--max-kv-usage" in missing.advice
+    load = agent_pb2.Load(problem="/health: TimeoutError")
+    unhealthy = status("UNHEALTHY", "UNHEALTHY", load=load)
+    assert instance_finding(unhealthy).found == "UNHEALTHY: /health: TimeoutError"
+    assert list(load_findings(unhealthy)) == []
 
 
 def test_the_weight_of_an_instance_is_reported() -> None:
@@ -304,3 +337,37 @@ def test_a_sender_of_wrong_kv_whose_id_is_unknown_is_known_by_its_url(bootstrap:
     receiver, sender = instance("a", "http://a:1", role=agent_pb2.KV_ROLE_CONSUMER), instance("b", bootstrap)
     receiver.kv_transfer.wrong_from.add(bootstrap_url=bootstrap, engine_id="b1", requests=1)
     assert [finding.level for finding in transfers([receiver, sender])] == [Finding.FAIL, Finding.OK, Finding.OK]
+
+
+def test_versions_that_are_not_tested_are_named_with_what_is_off() -> None:
+    pool = [
+        agent_pb2.Instance(engine_version=version)
+        for version in ("0.32.0+cpu", "0.32.1", "0.22.1", "0.22.1", "0.33.0", "0.40.2", "", "of one's own")
+    ]
+    older, newer, newest = versions("m", pool)
+    assert older.found.startswith(
+        "2 of 8 run vLLM 0.22.1, older than the tested 0.32: KV events only with their addresses"
+    )
+    assert newer.found.startswith(
+        "1 of 8 run vLLM 0.33.0, newer than the tested 0.32: layer-wise push refuses to start; with"
+    )
+    assert "0.40.2, newer than the tested 0.32" in newest.found
+    assert {finding.level for finding in (older, newer, newest)} == {Finding.WARN}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "other", "passes"),
+    [
+        (agent_pb2.KV_PROTOCOL_MOONCAKE, "0.32.1", True),
+        (agent_pb2.KV_PROTOCOL_MOONCAKE, "0.22.1", False),
+        (agent_pb2.KV_PROTOCOL_NIXL, "0.32.1", False),
+        (agent_pb2.KV_PROTOCOL_NIXL, "0.32.0", True),
+    ],
+)
+def test_kv_passes_between_versions_that_read_each_other(
+    protocol: agent_pb2.KvProtocol.ValueType, other: str, passes: bool
+) -> None:
+    one, two = instance("a", "http://a"), instance("b", "http://b")
+    for each, version in ((one, "0.32.0"), (two, other)):
+        each.kv_transfer.protocol, each.engine_version = protocol, version
+    assert bool(list(pairs_of([one, two]))) is passes

@@ -103,6 +103,16 @@ def test_explain_says_first_where_it_went_and_why_in_plain_words(capsys: pytest.
     assert "step 0: SERVE on a (session_affinity)" in lines
 
 
+def test_explain_says_what_an_engine_does_not_report(capsys: pytest.CaptureFixture[str]) -> None:
+    decision = decided("session_affinity", ("a", "session_affinity"))
+    for name, kv_usage, unknown in (("a", 0.0, ["kv_usage"]), ("b", 0.25, [])):
+        decision.candidates.add(instance_id=name, kv_usage=kv_usage, unknown=unknown)
+    fleet_commands._print_decision(decision)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert "?" in next(row for row in rows if row[:2] == ["->", "a"])
+    assert "25%" in next(row for row in rows if row[:1] == ["b"])
+
+
 def test_explain_says_why_a_plan_has_its_form_and_how_its_instance_was_found(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

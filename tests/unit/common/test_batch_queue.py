@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pointsman_common.io.batch_queue import MAX_BATCH, BatchQueue
+from pointsman_common.io.batch_queue import MAX_BATCH, MAX_BATCH_BYTES, BatchQueue
 
 NEVER_S = 3_600.0
 
@@ -66,3 +66,13 @@ async def test_the_end_comes_after_all_that_was_put() -> None:
     await asyncio.sleep(0)
     waiting.end()
     assert await reader == []
+
+
+async def test_a_batch_has_a_size_and_a_large_message_goes_alone() -> None:
+    sizes = {"small": 1, "half": MAX_BATCH_BYTES // 2, "large": MAX_BATCH_BYTES + 1}
+    batch_queue: BatchQueue[str] = BatchQueue(sizes.__getitem__)
+    put = ["small", "half", "half", "large", "large", "small", "small"]
+    for message in put:
+        batch_queue.put(message)
+    taken = [await batch_queue.take() for _ in range(5)]
+    assert taken == [["small", "half"], ["half"], ["large"], ["large"], ["small", "small"]]

@@ -14,7 +14,9 @@ from grpc_health.v1 import _async as async_health
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pointsman_common.io.channel import CHANNEL_OPTIONS, SERVER_OPTIONS, open_channel
+from tests.support.fakes.name_server import name_server
 from tests.support.tcp_proxies import Link
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[3]
 # The first serves OpenTelemetry exporters only. The second shows what happens to a client without the server options.
@@ -99,3 +101,32 @@ async def test_a_router_that_is_slow_to_answer_a_connection_is_reached() -> None
         channel = await stack.enter_async_context(open_channel(link.address))
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_router_whose_name_moves_is_followed() -> None:
+    """gRPC's own minimum between two lookups of a name is 30 s."""
+    async with AsyncExitStack() as stack:
+        names = await stack.enter_async_context(name_server("127.0.0.2"))
+        port = 0
+        servers = []
+        for address in ("127.0.0.2", "127.0.0.3"):
+            server = grpc.aio.server(options=SERVER_OPTIONS)
+            health_pb2_grpc.add_HealthServicer_to_server(async_health.HealthServicer(), server)
+            port = server.add_insecure_port(f"{address}:{port}")
+            await server.start()
+            stack.push_async_callback(server.stop, None)
+            servers.append(server)
+        channel = open_channel(f"dns://127.0.0.1:{names.port}/router.test:{port}")
+        await stack.enter_async_context(channel)
+
+        async def answers() -> bool:
+            try:
+                answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            except grpc.aio.AioRpcError:
+                return False
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+        assert await answers()
+        names.address = "127.0.0.3"
+        await servers[0].stop(None)
+        await eventually(answers, "the router answers at its new address", within_s=20.0)

@@ -43,6 +43,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "vllm.v1.metrics": {},
         "vllm.v1.metrics.loggers": {"StatLoggerBase": StatLoggerBase},
         "pointsman_connector.announcement": {"announce": lambda _: None},
+        "pointsman_connector.engine_identity": {"announce_identity": lambda _: None},
         "pointsman_connector.engine_info": {"announce_engine": lambda _: None},
         "pointsman_connector.answer_continuation": {"register": lambda: None},
     }
@@ -121,9 +122,9 @@ def test_an_engine_starts_even_if_it_cannot_announce(module: Any) -> None:
     def fails(_: object) -> None:
         raise AttributeError("no such field in this version")
 
-    module.announce = module.announce_engine = fails
+    module.announce = module.announce_engine = module.announce_identity = fails
     announcer = module.MetricsAnnouncer(object())
-    assert len(module.logged) == 2
+    assert len(module.logged) == 3
     announcer.record(stats({"num_checked_requests": [1]}), None)
     assert value("pointsman_kv_checked_requests_total") == 1
 

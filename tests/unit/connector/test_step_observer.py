@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pointsman_connector.step_observer import MAX_STEPS_AHEAD, StepObserver, missing_parts
+from pointsman_connector.step_observer import MAX_STEPS_AHEAD, StepObserver, kv_usage, missing_parts
 
 
 class Scheduler:
@@ -119,3 +119,12 @@ def test_what_a_scheduler_lacks() -> None:
         "get_request_counts",
         "get_kv_cache_usage",
     ]
+
+
+def test_a_scheduler_may_tell_its_caches_usage_at_its_manager() -> None:
+    """As vLLM 0.22 and 0.26 do."""
+    parts = {"schedule": 1, "update_from_output": 1, "get_request_counts": 1, "requests": {}}
+    older = SimpleNamespace(**parts, kv_cache_manager=SimpleNamespace(usage=0.25))
+    assert (missing_parts(older), kv_usage(older)) == ([], 0.25)
+    newer = SimpleNamespace(**vars(older), get_kv_cache_usage=lambda: 0.5)
+    assert (missing_parts(newer), kv_usage(newer)) == ([], 0.5)

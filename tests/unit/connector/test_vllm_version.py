@@ -42,12 +42,15 @@ def test_patch_releases_and_builds_count_as_tested(version: str, tested: bool) -
     assert is_tested(version) is tested
 
 
-def test_another_version_is_reported_once(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
-    vllm.__version__ = "0.99.1"
+@pytest.mark.parametrize(
+    ("version", "kind"), [("0.99.1", "a newer"), ("0.22.1", "an older"), ("nightly", "an unknown")]
+)
+def test_another_version_is_reported_once(vllm: Any, caplog: pytest.LogCaptureFixture, version: str, kind: str) -> None:
+    vllm.__version__ = version
     for _ in range(3):
         warn_if_untested()
     (message,) = [record.getMessage() for record in caplog.records]
-    assert f"tested with vLLM {TESTED}, this is vLLM 0.99.1" in message
+    assert f"tested with vLLM {TESTED}, this is vLLM {version}, {kind} one" in message
 
 
 def test_the_tested_one_says_nothing(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import prompt_keys
+from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY
 from pointsman_gateway.core.api import Endpoint
 from pointsman_gateway.core.api.continuable import is_continuable
 from pointsman_gateway.core.api.parse import parse
@@ -199,7 +200,7 @@ def test_the_rest_is_placed_by_the_tokens_of_the_prompt_and_the_answer(prompt_to
     set_keys(placement, array("Q", prompt_keys(ids, "m")))
     context: Any = object.__new__(RequestContext)
     context.call, context.placement, context.ids, context.exact_tokens = call, placement, array("I", ids), len(ids)
-    context.kept_payload, context.rest = b"", None
+    context.kept_payload, context.rest, context.answered_by = b"", None, UNKNOWN_IDENTITY
     context.drop_prompt(keep=True)
     assert json.loads(context.payload_at("a")).items() >= (CHAT | {"max_tokens": 100}).items()
     record = b"".join(b":%d" % token_id for token_id in answer)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pointsman_common.core.addresses import Address
 from pointsman_common.io.tls import server_context
 from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.io.http.client_connection import HIGH_WATER, SMALL_BODY, ClientConnection
@@ -582,7 +583,7 @@ async def test_a_tls_handshake_that_does_not_come_is_not_waited_for(tmp_path: Pa
     signed = Authority(tmp_path / "authority").sign("gateway")
     server = Server(Echo(), replace(LIMITS, head_s=0.1))
     tls = server_context(signed.cert, signed.key, None, ["http/1.1"])
-    _, port = await server.start("127.0.0.1", 0, tls=tls)
+    _, port = await server.start(Address("127.0.0.1", 0), tls=tls)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     async with asyncio.timeout(30.0):
         assert await reader.read() == b"", "it took the 60 s that a handshake has by default"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any, cast
 
 from hypothesis import given
@@ -15,10 +16,10 @@ from pointsman_gateway.io.routing.pool_check import REFUSED_AGAIN_S, PoolCheck
 from pointsman_gateway.io.tokenizer_files import HubUnreachable, TokenizerNotFound
 from tests.support.virtual.loop import VirtualLoop, virtual_clocks
 
-SOURCES = ("maker/m", "maker/m@a", "maker/m@b")
+SOURCES = ("maker/m", "maker/m@a", "maker/m@b", "maker/other")
 NAMES, TOKENS, ROOTS = st.sampled_from(["e1", "e2", "e3"]), st.integers(1, 3), st.sampled_from(SOURCES)
 EVENTS = st.one_of(
-    st.tuples(st.just("starts"), NAMES, TOKENS),
+    st.tuples(st.just("starts"), NAMES, TOKENS, st.sampled_from(["", *SOURCES])),
     st.tuples(st.just("leaves"), NAMES),
     st.tuples(st.just("is_silent"), NAMES, st.booleans()),
     st.tuples(st.just("tells_root"), ROOTS),
@@ -80,11 +81,12 @@ class World:
 
     # What happens.
 
-    def starts(self, url: str, tokens: int) -> None:
+    def starts(self, url: str, tokens: int, root: str = "") -> None:
         self._incarnations += 1
         self.leaves(url)
         self.engines[url] = tokens
-        self.state.pool.instances.add(instance_id=url, url=url, incarnation=str(self._incarnations))
+        incarnation = str(self._incarnations)
+        self.state.pool.instances.add(instance_id=url, url=url, incarnation=incarnation, model_root=root)
 
     def leaves(self, url: str) -> None:
         self.engines.pop(url, None)
@@ -105,10 +107,11 @@ class World:
         self.check.notice(again=True)
 
     def is_safe(self) -> bool:
-        """Return whether the status is not EXACT, or no present engine had other tokens than the tokenizer when last compared."""
+        """Return whether the status is not EXACT, or no present engine had other tokens than the tokenizer when last compared.
+        Those that have theirs from another place do not count."""
         ours = cast(int, self.state.tokenizer)
         answers = [
-            self.answers.get((ours, instance.url, instance.incarnation)) for instance in self.state.pool.instances
+            self.answers.get((ours, *incarnation)) for incarnation in self.state.incarnations() - self.state.foreign()
         ]
         return self.state.tokenizer_status is not TokenizerStatus.EXACT or False not in answers
 
@@ -142,11 +145,39 @@ async def play(events: list[tuple[Any, ...]]) -> None:
         await world.check.close()
 
 
-@given(st.lists(EVENTS, max_size=12))
-def test_exact_is_what_engines_say_and_comes_back(events: list[tuple[Any, ...]]) -> None:
+async def _another_tokenizer() -> None:
+    world = World()
+    world.starts("a", 2, SOURCES[3])
+    world.starts("b", 1, SOURCES[0])
+    world.check.notice()
+    try:
+        async with asyncio.timeout(60.0):
+            await world.check.rested()
+    finally:
+        await world.check.close()
+    state = world.state
+    assert (state.tokenizer_status, state.source) == (TokenizerStatus.EXACT, SOURCES[0])
+    assert (state.tokens_equal("a", "1"), state.tokens_equal("b", "2"), state.tokens_equal("c", "3")) == (
+        False,
+        True,
+        None,
+    )
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` in virtual time."""
     loop = VirtualLoop()
     with virtual_clocks(loop):
         try:
-            loop.run_until_complete(play(events))
+            loop.run_until_complete(work)
         finally:
             loop.end()
+
+
+def test_one_engine_with_another_tokenizer_costs_the_others_nothing() -> None:
+    run(_another_tokenizer())
+
+
+@given(st.lists(EVENTS, max_size=12))
+def test_exact_is_what_engines_say_and_comes_back(events: list[tuple[Any, ...]]) -> None:
+    run(play(events))

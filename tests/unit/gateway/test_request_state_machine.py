@@ -185,7 +185,7 @@ def test_the_same_5xx_of_two_instances_is_final_and_nobodys_fault() -> None:
     assert machine.handle(ev.UpstreamFailed("status 500", 500, refused=True), 2.0)[-1] == ev.AskRouter("r.1", ("a",))
     machine.handle(StepAssigned("r.1", B), 3.0)
     assert machine.handle(ev.UpstreamFailed("status 500", 500, refused=True), 4.0) == [
-        ev.ReportFinished("r.1", Outcome.REJECTED, "status 500", 500, refused=True)
+        ev.ReportFinished("r.1", Outcome.REJECTED, "status 500", 500, refused=True, alike=("a",))
     ]
     assert machine.phase is Phase.DONE
 
@@ -230,6 +230,75 @@ def test_a_refused_prefill_is_no_witness_that_the_request_is_at_fault() -> None:
     machine.handle(ev.PrefillEnded("status 500", refused=True), 2.0)
     machine.handle(StepAssigned("r", A, index=1), 3.0)
     assert machine.handle(ev.UpstreamFailed("status 500", 500, refused=True), 4.0)[-1] == ev.AskRouter("r.1", ("a",))
+
+
+@pytest.mark.parametrize("status", [400, 404, 501])
+def test_a_4xx_of_a_doubted_instance_is_compared_with_what_another_one_answers(status: int) -> None:
+    machine = serving(doubted=True)
+    aborted, report, asked = machine.handle(ev.ResponseRejected(status), 2.0)
+    assert aborted == ev.AbortUpstream()
+    assert report == ev.ReportFinished("r", Outcome.FAILED, f"status {status}", status, refused=True)
+    assert asked == ev.AskRouter("r.1", ("a",))
+    machine.handle(StepAssigned("r.1", B), 3.0)
+    assert machine.handle(ev.ResponseStarted(), 4.0) == [ev.ReportFirstToken("r.1", ("a",))]
+
+
+def test_a_4xx_that_two_instances_answer_is_the_requests_fault_and_a_proven_instance_is_not_compared() -> None:
+    machine = serving(doubted=True)
+    machine.handle(ev.ResponseRejected(400), 2.0)
+    machine.handle(StepAssigned("r.1", B, doubted=True), 3.0)
+    assert machine.handle(ev.ResponseRejected(400), 4.0) == [
+        ev.ReportFinished("r.1", Outcome.REJECTED, "rejected", 400, alike=("a",))
+    ]
+    machine = serving()
+    assert machine.handle(ev.ResponseRejected(400), 2.0) == [ev.ReportFinished("r", Outcome.REJECTED, "rejected", 400)]
+
+
+@pytest.mark.parametrize(
+    "end", [ev.PlacementRefused("r.1", 8, "busy"), ev.PlacementRefused("r.1", 14, "none"), ev.Tick()]
+)
+def test_a_client_gets_its_4xx_soon_where_no_other_instance_can_be_asked(end: ev.Event) -> None:
+    machine = serving(doubted=True)
+    machine.handle(ev.ResponseRejected(400), 2.0)
+    assert machine.deadline == 4.0
+    [*_, failure] = machine.handle(end, 4.0)
+    assert isinstance(failure, ev.FailRequest)
+    assert failure.code == ev.INTERNAL, "the runner then answers with what the instance has sent"
+
+
+def test_a_request_that_breaks_a_second_instance_is_sent_to_no_third() -> None:
+    machine = serving()
+    assert machine.handle(ev.UpstreamFailed("no answer: reset", broke=True), 2.0)[-1] == ev.AskRouter("r.1", ("a",))
+    machine.handle(StepAssigned("r.1", B), 3.0)
+    _, report, failure = machine.handle(ev.UpstreamFailed("no answer: reset", broke=True), 4.0)
+    assert report == ev.ReportFinished("r.1", Outcome.REJECTED, "no answer: reset", broke=True, alike=("a",))
+    assert isinstance(failure, ev.FailRequest)
+    assert failure.code == ev.BREAKS_INSTANCES
+    assert machine.phase is Phase.DONE
+
+
+@pytest.mark.parametrize("progressed", [True, False])
+def test_in_mid_stream_too_unless_the_second_instance_has_gone_on_for_long(progressed: bool) -> None:
+    machine = serving()
+    machine.handle(ev.ResponseStarted(), 2.0)
+    machine.handle(ev.UpstreamFailed("reset", 200, continuable=True, broke=True, progressed=True), 3.0)
+    machine.handle(StepAssigned("r.1", B), 4.0)
+    machine.handle(ev.ResponseStarted(), 5.0)
+    effects = machine.handle(ev.UpstreamFailed("reset", 200, continuable=True, broke=True, progressed=progressed), 6.0)
+    if progressed:
+        assert effects[-1] == ev.AskRouter("r.2", ("a", "b"))
+    else:
+        assert effects[1:] == [
+            ev.ReportFinished("r.1", Outcome.REJECTED, "reset", broke=True, alike=("a",)),
+            ev.EndStreamWithError(),
+        ]
+
+
+def test_an_instance_that_takes_no_connection_is_not_broken_by_the_request() -> None:
+    machine = serving()
+    machine.handle(ev.UpstreamFailed("no answer: ConnectionRefusedError"), 2.0)
+    machine.handle(StepAssigned("r.1", B), 3.0)
+    assert machine.handle(ev.UpstreamFailed("no answer: reset", broke=True), 4.0)[-1] == ev.AskRouter("r.2", ("a", "b"))
 
 
 def test_silence_before_the_first_byte_counts_as_a_failure() -> None:
@@ -764,7 +833,7 @@ class Conversation(RuleBasedStateMachine):
         self.tell(ev.PullEnded(error) if pulled else ev.PrefillEnded(error))
 
     @precondition(lambda self: isinstance(self.upstream, ev.Serve) and self.machine.phase is Phase.SERVING)
-    @rule(event=st.sampled_from([ev.ResponseStarted(), ev.ResponseRejected(400)]))
+    @rule(event=st.sampled_from([ev.ResponseStarted(), ev.ResponseRejected(400), ev.ResponseRejected(502, own=True)]))
     def answered(self, event: ev.Event) -> None:
         if isinstance(event, ev.ResponseRejected):
             self.upstream = None
@@ -779,13 +848,20 @@ class Conversation(RuleBasedStateMachine):
         self.tell(ev.OtherAnswered(where))
 
     @precondition(lambda self: isinstance(self.upstream, ev.Serve))
-    @rule(status=st.sampled_from([0, 500]), refused=st.booleans(), continuable=st.booleans(), moved=st.booleans())
-    def serve_failed(self, status: int, refused: bool, continuable: bool, moved: bool) -> None:
+    @rule(
+        status=st.sampled_from([0, 500]),
+        refused=st.booleans(),
+        continuable=st.booleans(),
+        moved=st.booleans(),
+        broke=st.booleans(),
+    )
+    def serve_failed(self, status: int, refused: bool, continuable: bool, moved: bool, broke: bool) -> None:
         refused = bool(status) and refused and not moved
         if refused:
             self.upstream = None  # its answer is read to its end: there is nothing to abort
         continuable = continuable and self.machine.phase is Phase.STREAMING
-        self.tell(ev.UpstreamFailed("broke", status, refused, continuable, moved=moved))
+        broke = broke and not status and not moved
+        self.tell(ev.UpstreamFailed("broke", status, refused, continuable, moved=moved, broke=broke))
 
     @precondition(lambda self: self.machine.phase is Phase.STREAMING)
     @rule(error=st.sampled_from(["", "its own"]))

@@ -34,6 +34,7 @@ def _short_pieces() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(split_points, "MIN_PIECE_CHARS", 1)
         patch.setattr(split_points, "NEWLINE_PIECE_CHARS", 3)
+        patch.setattr(split_points, "LONG_PIECE_CHARS", 2)
         yield
 
 
@@ -76,6 +77,13 @@ NEWLINE_PIECE_CHARS = (
     "the points",
     "track.",
     "'s",
+    "n't ",
+    "I'd \"",
+    "e =\u0338",
+    "s \u0301",
+    'key":"',
+    "camelCase(x)",
+    "a1b.c\\n",
 )
 LETTERS = (
     "e\u0301",
@@ -136,7 +144,7 @@ def test_a_text_and_its_continuation_have_their_own_tokens(
 @settings(max_examples=300)
 @given(text=TEXTS, more=TEXTS)
 def test_a_text_that_grows_keeps_its_pieces(text: str, more: str) -> None:
-    places = SplitPoints(("<|im_start|>", "</s>"), lines=True)
+    places = SplitPoints(("<|im_start|>", "</s>"), lines=True, words=True)
     short, long = places.pieces(text), places.pieces(text + more)
     assert "".join(long) == text + more
     # Only the last piece of the shorter text may change.
@@ -158,6 +166,7 @@ def test_each_family_is_cut_where_it_can_be(
 ) -> None:
     tokenizer, _ = models_by_family[family]
     assert (set(tokenizer.split_points.tokens), tokenizer.split_points.lines) == (tokens, lines)
+    assert tokenizer.split_points.words == lines
 
 
 def one_by_one(tokenizer: Tokenizer, pieces: list[str]) -> list[int]:
@@ -233,6 +242,27 @@ def test_lines_are_not_cut_by_other_parts_that_reach_across() -> None:
     tokenizer = tokenizer_families.qwen()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     assert not split_points_for(tokenizer, []).lines
+
+
+def test_long_lines_are_cut_at_the_ends_of_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoding takes 120 bytes for each character of a piece: 600 MB for a prompt of a million tokens in one line."""
+    monkeypatch.setattr(split_points, "LONG_PIECE_CHARS", 1_000)
+    tokenizer = tokenizer_families.qwen()
+    places = split_points_for(tokenizer, [])
+    for text in ("set the points " * 1_000, '{"name":"points","track":[7,8]},' * 500, "Points" * 1_000 + "!"):
+        pieces = places.pieces(text)
+        assert max(map(len, pieces)) < 1_100 or (" " not in text and '"' not in text)
+        assert one_by_one(tokenizer, pieces) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(
+    "token",
+    [AddedToken("<x>", rstrip=True, normalized=False), AddedToken("right track", normalized=False)],
+    ids=["takes blanks on its right", "contains the end of a word"],
+)
+def test_words_are_not_cut_beside_a_token_that_reaches_across(token: AddedToken) -> None:
+    places = split_points_for(with_added(token), [])
+    assert (places.lines, places.words) == (True, False)
 
 
 def test_random_and_unsplit_tokens_are_not_cut() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pointsman_gateway.core.tenant_pace import TenantPace
 
 
+@example(per_s=5.0, at_once=2, pauses=[(0.0, "a"), (0.0, "a")])
 @given(
     per_s=st.floats(0.5, 100),
     at_once=st.integers(1, 20),

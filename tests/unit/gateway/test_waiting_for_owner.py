@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pointsman_gateway.core.request.local_pace import (
     BURST_UNITS,
+    FAILURES,
     MAX_WAITING,
     UNIT_TOKENS,
     UNITS_PER_S,
@@ -128,6 +129,19 @@ def test_an_instance_that_answers_none_gets_no_more() -> None:
     assert len(pool.run(150.0)) == 3
     pool.pace.began("a")
     assert pool.run(151.0) == [PlaceAt("3", "a")]
+
+
+def test_an_instance_that_fails_comes_last_for_a_while() -> None:
+    pool = Pool()
+    for _ in range(FAILURES):
+        pool.pace.failed("a", 105.0)
+    pool.lose()
+    for number in range(4):
+        pool.waiting.add(POOL, one(str(number)))
+    pool.waiting.add(POOL, one("excluded", exclude=("b",)))
+    assert [end.instance_id for end in pool.run(105.5) if isinstance(end, PlaceAt)] == ["b"] * 4 + ["a"]
+    pool.pace.answered("a")
+    assert not pool.pace.fails("a", 105.5)
 
 
 def test_excluded_instances_are_passed_over_and_the_one_with_the_prefix_is_waited_for() -> None:

@@ -49,7 +49,8 @@ def mixed_run(log: DecisionLog, requests: int = 12) -> list[Decision]:
     rng = random.Random(1)
     for number, name in enumerate("abcd"):
         join(router, name, number, keys=[*range(40 * number)])
-        router.handle(ev.LoadReported(number, name, Load(0.1 * number, running=number, kv_usage=rng.random())), 1.0)
+        kv_usage = rng.random() if number else None
+        router.handle(ev.LoadReported(number, name, Load(0.1 * number, running=number, kv_usage=kv_usage)), 1.0)
     made: list[Decision] = []
     for turn, name in enumerate(sorted(POLICIES)):
         for open_one in list(router.reservations):
@@ -179,6 +180,7 @@ def test_an_instance_that_reports_nonsense_leaves_the_log_readable(tmp_path: Pat
     router.handle(ev.LoadReported(1, "a", instance_messages.load(wire, 1.0)), 1.0)
     answer = place(router, request(tokens=5))
     assert isinstance(answer, ev.Placed)
+    assert answer.decision.view.candidates[0].kv_usage is None
     line = DecidedLine(0.0, 0.0, answer.decision, inputs_digest(answer.decision))
     again = msgspec.json.decode(msgspec.json.encode(line), type=DecidedLine)
     assert differences(answer.decision, redecide(again.decision)) == []

@@ -135,7 +135,7 @@ def test_a_refusal_for_want_of_room_names_its_pool() -> None:
     refused = place(made, request("r2", 100))
     assert isinstance(refused, ev.Refused)
     assert refused.pool == "m"
-    made.handle(ev.LoadReported(1, "a", Load(0.0, healthy=False)), 0.0)
+    made.handle(ev.LoadReported(1, "a", Load(0.0, suspended="asleep")), 0.0)
     refused = place(made, request("r3", 100))
     assert isinstance(refused, ev.Refused)
     assert (refused.code, refused.pool) == ("UNAVAILABLE", "m")
@@ -160,6 +160,19 @@ def test_loads_are_means_of_the_samples_and_stale_reports_do_not_count() -> None
     same(pool(history, PoolMeasure.KV_USAGE, 15.0), [0.4, NAN, NAN])
     same(pool(history, PoolMeasure.OPEN_REQUESTS, 15.0), [1.0, NAN, 2.0])
     same(instance(history, InstanceMeasure.RUNNING_REQUESTS, 15.0, "b"), [3.0])
+
+
+def test_what_an_engine_does_not_report_is_a_gap_and_not_zero() -> None:
+    made = state()
+    join(made, "a", 1)
+    join(made, "b", 2)
+    unknown = Load(0.0, running=None, kv_usage=None, prefix_cache_queries=None)
+    made.handle(ev.LoadReported(1, "a", unknown), 0.0)
+    made.handle(ev.LoadReported(2, "b", Load(0.0, running=3, kv_usage=0.6)), 0.0)
+    history = sampled(made, FleetHistory(0.0), 0.0)
+    same(pool(history, PoolMeasure.KV_USAGE, 5.0), [0.6])
+    same(instance(history, InstanceMeasure.RUNNING_REQUESTS, 15.0, "a"), [NAN])
+    same(instance(history, InstanceMeasure.KV_USAGE, 15.0, "a"), [NAN])
 
 
 def test_a_pool_of_another_router_has_gaps_and_one_that_is_taken_over_begins() -> None:

@@ -95,6 +95,9 @@ def test_without_fairness_tenants_do_not_count() -> None:
         (0, Load(10.0, waiting=0, kv_usage=1.0), False),  # full of reusable blocks: nobody waits
         (0, Load(10.0, waiting=9, kv_usage=0.89), False),
         (0, None, False),  # nothing fresh
+        (0, Load(10.0, waiting=9, kv_usage=None), False),  # the engine does not report it
+        (0, Load(10.0, waiting=None, kv_usage=1.0), False),
+        (2, Load(10.0, waiting=None, kv_usage=None), True),
     ],
 )
 def test_saturation(requests: int, load: Load | None, full: bool) -> None:

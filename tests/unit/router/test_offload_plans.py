@@ -166,7 +166,7 @@ def test_an_instance_that_fails_its_prefills_is_left_alone() -> None:
         router.handle(ev.Finished(f"r{n}", "CANCELLED"), 1.0)
         record = router.instances.get("b")
         assert record is not None
-        assert record.circuit.opened == opened
+        assert record.life.opened == opened
     after = place(router, request("after", prompt=PROMPT), 1.0)
     assert isinstance(after, ev.Placed)
     assert (after.step.kind, after.step.instance_id) == (StepKind.SERVE, "a")

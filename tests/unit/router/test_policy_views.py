@@ -97,7 +97,7 @@ CHANGES: dict[str, tuple[Callable[[RouterState], object], str, object]] = {
         "excluded",
         "canary",
     ),
-    "lost": (lambda router: router.handle(ev.AgentLost(0, "a"), 1.0), "cached_tokens", 0),
+    "lost": (lambda router: router.handle(ev.AgentLost(0, "a"), 1.0), "exact", False),
     "a gap in its keys": (
         lambda router: router.handle(ev.KeysReported(0, "a", Delta(7, 1)), 1.0),
         "cached_tokens",
@@ -310,6 +310,17 @@ def described(name: str, engine_id: str, *wrong: WrongKv) -> KvTransfer:
 def senders(router: RouterState, receiver: str, now: float) -> set[str]:
     candidates = seen(router, now)
     return {name for name, candidate in candidates.items() if candidate.can_give_kv_to(candidates[receiver])}
+
+
+def test_kv_passes_between_engines_of_one_version() -> None:
+    """NIXL refuses any other version, and Mooncake's messages change between minor ones."""
+    router = fleet()
+    for number, (name, version) in enumerate({"a": "0.32.0", "b": "0.32.1+cpu", "c": "0.22.1"}.items()):
+        join(router, name, number, KEYS, kv_transfer=described(name, name), engine_version=version)
+    assert senders(router, "b", 1.0) == {"a"}
+    for number, (name, version) in enumerate({"a": "0.32.0", "b": "0.32.1", "c": "0.32.1"}.items()):
+        join(router, name, number, KEYS, 2.0, kv_transfer=KvTransfer("NIXL"), engine_version=version)
+    assert senders(router, "b", 2.1) == {"c"}
 
 
 def test_an_engine_that_sent_wrong_kv_sends_no_more_as_long_as_it_runs() -> None:

@@ -108,8 +108,8 @@ def test_without_an_instance_it_is_reported_as_if_there_were_one() -> None:
     place(made, request("r1", 1_000))
     made.handle(ev.PlaceRequested(request("r2", 4_000), "g"), 0.0)
     held = all_classes(COST(4_000, 0))
-    made.handle(ev.LoadReported(1, "a", Load(0.0, healthy=False)), 0.0)
-    assert backlog(made) == {"m": held}, "prefills placed on an unhealthy instance do not count"
+    made.handle(ev.LoadReported(1, "a", Load(0.0, suspended="asleep")), 0.0)
+    assert backlog(made) == {"m": held}, "prefills placed on a suspended instance do not count"
     made.handle(ev.AgentGoodbye(1, "a"), 0.0)
     assert backlog(made) == {"m": held}
     made.handle(ev.Finished("r2", "CANCELLED"), 0.0)

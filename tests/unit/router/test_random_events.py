@@ -25,7 +25,7 @@ from pointsman_common.core.key_report_messages import (
 )
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.admission.session_admission import AdmissionSettings
-from pointsman_router.core.instances.circuit_breaker import CircuitSettings
+from pointsman_router.core.instances.engine_life import LifeSettings
 from pointsman_router.core.instances.instance_orders import InstanceOrder
 from pointsman_router.core.instances.key_sync import ReportSync
 from pointsman_router.core.instances.saturation import SaturationLimits
@@ -263,7 +263,7 @@ class StateMachine(RuleBasedStateMachine):
             max_keys=25,
             limits=SaturationLimits(max_requests=2, max_kv_usage=0.9),
             queue=QueueSettings(size=3, timeout_s=8.0, tenant_share=0.7),
-            circuit=CircuitSettings(failures=1),
+            life=LifeSettings(failures=1),
             admission=self.admission,
         )
         set_policy(self.router, Patient())
@@ -481,6 +481,9 @@ class StateMachine(RuleBasedStateMachine):
         asked = request(
             request_id,
             tokens=tokens,
+            # Every sixth has four sequences; it follows from the tokens, so that the same draws give the same events.
+            sequences=1 if tokens % 6 else 4,
+            sequence_tokens=0 if tokens % 6 else 4 * tokens,
             keys=tuple(keys),
             session_id=f"s{tokens % 3}",
             tenant=known.request.tenant if known else tenant,

@@ -149,7 +149,7 @@ def test_unknown_models_and_empty_fleets_are_refused_and_reserve_nothing() -> No
     said = "no instance serves a model 'm'"
     assert place(router, request(model="m", tokens=1)) == ev.Refused("r", "NOT_FOUND", said, gateway_id="g")
     join(router, "a", 1)
-    router.handle(ev.LoadReported(1, "a", Load(0.0, healthy=False)), 0.0)
+    router.handle(ev.LoadReported(1, "a", Load(0.0, suspended="asleep")), 0.0)
     refused = place(router, request(tokens=1))
     assert isinstance(refused, ev.Refused)
     assert (refused.code, refused.retry_after_s) == ("UNAVAILABLE", 1.0)
@@ -255,19 +255,21 @@ def test_an_agent_that_reconnects_resumes_without_a_snapshot() -> None:
     router.handle(ev.AgentLost(1, "a"), 1.0)
     record = router.instances.get("a")
     assert record is not None
-    assert (record.state, router.prefix_knowledge.source(record, 1.0)) == (InstanceState.LOST, PrefixSource.NONE)
+    assert (record.state, router.prefix_knowledge.source(record, 1.0)) == (InstanceState.LOST, PrefixSource.APPROXIMATE)
     effects = router.handle(ev.AgentHello(2, info("a"), KEY_SCHEME, 2, 5), 2.0)
     assert ev.Welcome(2, snapshot=False, resume_from_seq=4) in effects
     assert router.prefix_knowledge.source(record, 2.0) is PrefixSource.EVENTS
 
 
-def test_a_lost_instance_is_placeable_without_credit_then_gone() -> None:
+def test_a_lost_instance_is_placeable_by_the_keys_it_had_then_gone() -> None:
     router = state(lost_instance_s=30.0)
     join(router, "a", 1, prompt_keys(PROMPT, "m"))
+    join(router, "b", 2)
     router.handle(ev.AgentLost(1, "a"), 10.0)
     answer = place(router, request(prompt=PROMPT), 11.0)
     assert isinstance(answer, ev.Placed)
-    assert answer.decision.cached_tokens == 0
+    assert answer.decision.cached_tokens == 192
+    assert not answer.decision.view.candidates[0].exact
     router.handle(ev.Tick(), 39.9)
     assert router.instances.get("a") is not None
     assert ev.FleetChanged() in router.handle(ev.Tick(), 40.0)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.instances.circuit_breaker import CIRCUIT_OPEN, REFUSALS, CircuitSettings
+from pointsman_router.core.instances.engine_life import CIRCUIT_OPEN, LifeSettings
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.placement_types import Phase
 from pointsman_router.core.router_state import RouterState
 from tests.support.router_values import join, place, request, state
 
-SETTINGS = CircuitSettings(failures=2, first_open_s=1.0, max_open_s=4.0)
+SETTINGS = LifeSettings(failures=2, first_open_s=1.0, max_open_s=4.0)
 
 
 def fleet(*names: str) -> RouterState:
-    state_ = state(circuit=SETTINGS)
+    state_ = state(life=SETTINGS)
     for number, name in enumerate(names):
         join(state_, name, number + 1)
     return state_
@@ -85,7 +85,7 @@ def test_where_all_fail_they_are_used_all_the_same() -> None:
 
 
 def test_a_busy_instance_is_waited_for_rather_than_one_that_fails() -> None:
-    state_ = state(circuit=SETTINGS, limits=SaturationLimits(max_requests=2))
+    state_ = state(life=SETTINGS, limits=SaturationLimits(max_requests=2))
     for number, name in enumerate("ab"):
         join(state_, name, number + 1)
     break_(state_, "a")
@@ -151,12 +151,17 @@ def test_requests_that_every_instance_refuses_exclude_nobody() -> None:
 def test_instances_that_are_broken_alike_do_not_vouch_for_each_other() -> None:
     """Otherwise they would stay idle, and so the first choice of every request, for ever."""
     state_ = fleet("a", "b", "c")
-    for number in range(REFUSALS * SETTINGS.failures):
-        for name, outcome in (("a", "FAILED"), ("b", "REJECTED")):
-            others = tuple(set("abc") - {name})
-            assert placed_on(state_, f"{name}{number}", 0.0, exclude=others) == name
-            state_.handle(ev.Finished(f"{name}{number}", outcome, http_status=500, refused=True), 0.0)
+    for name in "abc":
+        placed_on(state_, f"well-{name}", 0.0, exclude=tuple(set("abc") - {name}))
+        finish(state_, f"well-{name}", "OK", 0.0)
+    for number in range(30):
+        for name, outcome, alike in (("a", "FAILED", ()), ("b", "REJECTED", ("a",))):
+            placed_on(state_, f"{name}{number}", 0.0, exclude=tuple(set("abc") - {name}))
+            end = ev.Finished(f"{name}{number}", outcome, http_status=500, refused=True, alike=alike)
+            state_.handle(end, 0.0)
             state_.check_invariants()
+        placed_on(state_, f"c{number}", 0.0, exclude=("a", "b"))
+        finish(state_, f"c{number}", "OK", 0.0)
     assert announced(state_) == ["c"]
 
 
@@ -217,7 +222,7 @@ def test_ends_that_nobody_can_tell_open_no_circuit_and_close_none() -> None:
 
 
 def test_an_engine_that_came_back_with_another_model_is_not_on_trial_by_a_request_of_the_one_before() -> None:
-    state_ = state(owns_all=False, circuit=CircuitSettings(failures=1, first_open_s=1.0))
+    state_ = state(owns_all=False, life=LifeSettings(failures=1, first_open_s=1.0))
     for pool in "mn":
         state_.handle(ev.PoolTaken(pool), 0.0)
     join(state_, "c", 1, model="n", served_names=())
@@ -235,7 +240,7 @@ def test_an_engine_that_came_back_with_another_model_is_not_on_trial_by_a_reques
 
 
 def test_a_request_on_trial_is_so_no_longer_once_its_pool_is_lost_whatever_its_instance_serves_by_then() -> None:
-    state_ = state(owns_all=False, circuit=CircuitSettings(failures=1, first_open_s=1.0))
+    state_ = state(owns_all=False, life=LifeSettings(failures=1, first_open_s=1.0))
     for pool in "mn":
         state_.handle(ev.PoolTaken(pool), 0.0)
     join(state_, "c", 1)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.known_fleet import KnownFleet as GatewaysFleet
-from pointsman_router.core.instances.circuit_breaker import Circuit
+from pointsman_router.core.instances.engine_life import EngineLife
 from pointsman_router.core.instances.instance_orders import InstanceOrder
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.ownership import Owner
@@ -66,7 +66,7 @@ class FleetMachine(RuleBasedStateMachine):
     def judge(self, data: st.DataObject, opened: int) -> None:
         record = self.registry.get(self._one(data))
         assert record is not None
-        record.circuit = Circuit(opened=opened)
+        record.life = EngineLife(record.life.pool, opened=opened)
         self.registry.refresh(record)
 
     @precondition(lambda self: self.registry.records())

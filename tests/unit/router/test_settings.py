@@ -81,7 +81,7 @@ def test_a_variable_of_a_former_setting_is_told_with_its_value(
         "queue_lower_class_share": state.queue.lower_class_share,
         "admission_interactive_s": state.admission.interactive_s,
         "admission_batch_s": state.admission.batch_s,
-        "circuit_first_open_s": state.circuit.first_open_s,
-        "circuit_max_open_s": state.circuit.max_open_s,
+        "circuit_first_open_s": state.life.first_open_s,
+        "circuit_max_open_s": state.life.max_open_s,
         "console_max_viewers": MAX_VIEWERS,
     }

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pointsman_common.core.engine_identity import EngineIdentity
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_orders import InstanceOrder
 from pointsman_router.core.placement_types import Decision, KvTransfer, Load, WrongKv
@@ -75,6 +76,7 @@ def test_the_state_is_reported_as_it_is_when_asked() -> None:
     assert at(samples, "running_requests", instance="a") == 4
     assert at(samples, "waiting_requests", instance="a") == 1
     assert at(samples, "kv_usage_ratio", instance="a") == 0.5
+    assert at(samples, "unknown_load_figures", instance="a") == 0
     assert at(samples, "prediction_audit_failures_total", instance="a") == 0
     assert (at(samples, "ready"), at(samples, "store_degraded")) == (1, 0)
 
@@ -225,3 +227,13 @@ def test_the_policy_of_a_pool_is_reported_by_its_owner_with_the_reason() -> None
     assert at(read(with_state(chosen)), "pool_policy", model="m", policy="lpwl", reason="") == 1
     assert not [name for name, _ in samples if "admission_armed" in name], "no sessions are admitted in any pool"
     assert not [name for name, _ in read(with_state(other)) if "pool_policy" in name]
+
+
+def test_instances_that_differ_are_counted_by_what_they_differ_in() -> None:
+    fleet = state()
+    telemetry = with_state(fleet)
+    for stream, name in enumerate("abc", 1):
+        join(fleet, name, stream, identity=EngineIdentity(dtype="float16" if name == "c" else "bfloat16"))
+    samples = read(telemetry)
+    assert at(samples, "instances_differing", model="m", what="dtype") == 1.0
+    assert at(samples, "instances_differing", model="m", what="rival") == 0.0

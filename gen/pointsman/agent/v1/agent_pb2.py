@@ -24,59 +24,61 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epointsman/agent/v1/agent.proto\x12\x12pointsman.agent.v1\"\xbf\x03\n\rReportRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.pointsman.agent.v1.HelloH\x00\x12;\n\x0esnapshot_begin\x18\x02 \x01(\x0b\x32!.pointsman.agent.v1.SnapshotBeginH\x00\x12;\n\x0esnapshot_chunk\x18\x03 \x01(\x0b\x32!.pointsman.agent.v1.SnapshotChunkH\x00\x12\x37\n\x0csnapshot_end\x18\x04 \x01(\x0b\x32\x1f.pointsman.agent.v1.SnapshotEndH\x00\x12*\n\x05\x64\x65lta\x18\x05 \x01(\x0b\x32\x19.pointsman.agent.v1.DeltaH\x00\x12(\n\x04load\x18\x06 \x01(\x0b\x32\x18.pointsman.agent.v1.LoadH\x00\x12\x41\n\x11\x63onsistency_check\x18\x07 \x01(\x0b\x32$.pointsman.agent.v1.ConsistencyCheckH\x00\x12.\n\x07goodbye\x18\x08 \x01(\x0b\x32\x1b.pointsman.agent.v1.GoodbyeH\x00\x42\x06\n\x04kind\"\xa0\x01\n\x0eReportResponse\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.pointsman.agent.v1.WelcomeH\x00\x12,\n\x06resync\x18\x02 \x01(\x0b\x32\x1a.pointsman.agent.v1.ResyncH\x00\x12(\n\x04pace\x18\x03 \x01(\x0b\x32\x18.pointsman.agent.v1.PaceH\x00\x42\x06\n\x04kind\"\xce\x04\n\x08Instance\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0b\n\x03url\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x14\n\x0cserved_names\x18\x05 \x03(\t\x12\x12\n\nlora_names\x18\x06 \x03(\t\x12\x12\n\nmodel_root\x18\x07 \x01(\t\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x1a\n\x12kv_capacity_tokens\x18\t \x01(\x04\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x1f\n\x12\x64\x61ta_parallel_rank\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\x33\n\x0bprefix_mode\x18\x0c \x01(\x0e\x32\x1e.pointsman.agent.v1.PrefixMode\x12\x15\n\rprefix_reason\x18\r \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x0e \x01(\t\x12\x0c\n\x04node\x18\x0f \x01(\t\x12\x33\n\x0bkv_transfer\x18\x14 \x01(\x0b\x32\x1e.pointsman.agent.v1.KvTransfer\x12\x10\n\x08hardware\x18< \x01(\t\x12$\n\x1clong_prefill_token_threshold\x18= \x01(\r\x12\x17\n\x0fsparse_prefixes\x18> \x01(\x08\x12\x17\n\x0f\x65vents_unusable\x18@ \x01(\x08\x12\x16\n\x0eshared_storage\x18\x41 \x01(\t\x12\x16\n\x0ekv_token_bytes\x18\x42 \x01(\x04\x42\x15\n\x13_data_parallel_rank\"\xeb\x01\n\nKvTransfer\x12\x30\n\x08protocol\x18\x01 \x01(\x0e\x32\x1e.pointsman.agent.v1.KvProtocol\x12\x15\n\rbootstrap_url\x18\x02 \x01(\t\x12(\n\x04role\x18\x14 \x01(\x0e\x32\x1a.pointsman.agent.v1.KvRole\x12\x13\n\x0b\x63\x61\x63he_dtype\x18\x15 \x01(\t\x12\x11\n\tlayerwise\x18\x16 \x01(\x08\x12/\n\nwrong_from\x18\x17 \x03(\x0b\x32\x1b.pointsman.agent.v1.WrongKv\x12\x11\n\tengine_id\x18\x18 \x01(\t\"E\n\x07WrongKv\x12\x15\n\rbootstrap_url\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x11\n\tengine_id\x18\x03 \x01(\t\"\xb7\x01\n\x05Hello\x12.\n\x08instance\x18\x01 \x01(\x0b\x32\x1c.pointsman.agent.v1.Instance\x12\x12\n\nkey_scheme\x18\x02 \x01(\t\x12\x12\n\noldest_seq\x18\x03 \x01(\x04\x12\x12\n\nlatest_seq\x18\x04 \x01(\x04\x12\x10\n\x08\x61gent_id\x18\x05 \x01(\t\x12\x1a\n\x12report_interval_ms\x18\x06 \x01(\r\x12\x14\n\x0c\x61\x63\x63\x65pts_pace\x18\x07 \x01(\x08\"G\n\x07Welcome\x12\x10\n\x08snapshot\x18\x01 \x01(\x08\x12\x17\n\x0fresume_from_seq\x18\x02 \x01(\x04\x12\x11\n\trouter_id\x18\x03 \x01(\t\"9\n\x04Pace\x12\x18\n\x10load_interval_ms\x18\x01 \x01(\r\x12\x17\n\x0fkey_interval_ms\x18\x02 \x01(\r\"\x18\n\x06Resync\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x1c\n\rSnapshotBegin\x12\x0b\n\x03seq\x18\x01 \x01(\x04\"E\n\rSnapshotChunk\x12&\n\x04tier\x18\x01 \x01(\x0e\x32\x18.pointsman.agent.v1.Tier\x12\x0c\n\x04keys\x18\x02 \x03(\x06\"=\n\x0bSnapshotEnd\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x11\n\tkey_count\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\"\xb3\x01\n\x05\x44\x65lta\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12&\n\x04tier\x18\x02 \x01(\x0e\x32\x18.pointsman.agent.v1.Tier\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x03 \x03(\x06\x12\x0f\n\x07removed\x18\x04 \x03(\x06\x12\x0f\n\x07\x63leared\x18\x05 \x01(\x08\x12\x11\n\tfirst_seq\x18\x06 \x01(\x04\x12\x31\n\x0bother_tiers\x18\x07 \x03(\x0b\x32\x1c.pointsman.agent.v1.TierKeys\"R\n\x08TierKeys\x12&\n\x04tier\x18\x01 \x01(\x0e\x32\x18.pointsman.agent.v1.Tier\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x02 \x03(\x06\x12\x0f\n\x07removed\x18\x03 \x03(\x06\"B\n\x10\x43onsistencyCheck\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x11\n\tkey_count\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\"\xb9\x03\n\x04Load\x12\x15\n\rsample_age_ms\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x10\n\x08kv_usage\x18\x04 \x01(\x01\x12\x19\n\x11generation_tokens\x18\x05 \x01(\x04\x12\x1c\n\x14prefix_cache_queries\x18\x06 \x01(\x04\x12\x19\n\x11prefix_cache_hits\x18\x07 \x01(\x04\x12%\n\x1d\x65xternal_prefix_cache_queries\x18\x08 \x01(\x04\x12\"\n\x1a\x65xternal_prefix_cache_hits\x18\t \x01(\x04\x12\x13\n\x0bpreemptions\x18\n \x01(\x04\x12\x0f\n\x07healthy\x18\x0b \x01(\x08\x12%\n\x04gpus\x18\x0c \x03(\x0b\x32\x17.pointsman.agent.v1.Gpu\x12\x11\n\tsuspended\x18\r \x01(\t\x12 \n\x13prefill_tokens_left\x18< \x01(\x04H\x00\x88\x01\x01\x12-\n\x05steps\x18= \x01(\x0b\x32\x1e.pointsman.agent.v1.StepTotalsB\x16\n\x14_prefill_tokens_left\"\x9d\x01\n\nStepTotals\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x15\n\rdecode_tokens\x18\x03 \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\x04 \x01(\x04\x12\x15\n\rprefill_pairs\x18\x05 \x01(\x04\x12\x10\n\x08prefills\x18\x06 \x01(\x04\x12\x17\n\x0fprefill_seconds\x18\x07 \x01(\x01\"T\n\x03Gpu\x12\r\n\x05index\x18\x01 \x01(\r\x12\x13\n\x0butilisation\x18\x02 \x01(\x01\x12\x13\n\x0bmemory_used\x18\x03 \x01(\x04\x12\x14\n\x0cmemory_total\x18\x04 \x01(\x04\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t*V\n\nPrefixMode\x12\x1b\n\x17PREFIX_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11PREFIX_MODE_EXACT\x10\x01\x12\x14\n\x10PREFIX_MODE_NONE\x10\x02*Y\n\nKvProtocol\x12\x1b\n\x17KV_PROTOCOL_UNSPECIFIED\x10\x00\x12\x18\n\x14KV_PROTOCOL_MOONCAKE\x10\x01\x12\x14\n\x10KV_PROTOCOL_NIXL\x10\x02*M\n\x06KvRole\x12\x17\n\x13KV_ROLE_UNSPECIFIED\x10\x00\x12\x14\n\x10KV_ROLE_PRODUCER\x10\x01\x12\x14\n\x10KV_ROLE_CONSUMER\x10\x02*N\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\x10\n\x0cTIER_STORAGE\x10\x03\x32\x63\n\x0c\x41gentService\x12S\n\x06Report\x12!.pointsman.agent.v1.ReportRequest\x1a\".pointsman.agent.v1.ReportResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epointsman/agent/v1/agent.proto\x12\x12pointsman.agent.v1\"\xbf\x03\n\rReportRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.pointsman.agent.v1.HelloH\x00\x12;\n\x0esnapshot_begin\x18\x02 \x01(\x0b\x32!.pointsman.agent.v1.SnapshotBeginH\x00\x12;\n\x0esnapshot_chunk\x18\x03 \x01(\x0b\x32!.pointsman.agent.v1.SnapshotChunkH\x00\x12\x37\n\x0csnapshot_end\x18\x04 \x01(\x0b\x32\x1f.pointsman.agent.v1.SnapshotEndH\x00\x12*\n\x05\x64\x65lta\x18\x05 \x01(\x0b\x32\x19.pointsman.agent.v1.DeltaH\x00\x12(\n\x04load\x18\x06 \x01(\x0b\x32\x18.pointsman.agent.v1.LoadH\x00\x12\x41\n\x11\x63onsistency_check\x18\x07 \x01(\x0b\x32$.pointsman.agent.v1.ConsistencyCheckH\x00\x12.\n\x07goodbye\x18\x08 \x01(\x0b\x32\x1b.pointsman.agent.v1.GoodbyeH\x00\x42\x06\n\x04kind\"\xa0\x01\n\x0eReportResponse\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.pointsman.agent.v1.WelcomeH\x00\x12,\n\x06resync\x18\x02 \x01(\x0b\x32\x1a.pointsman.agent.v1.ResyncH\x00\x12(\n\x04pace\x18\x03 \x01(\x0b\x32\x18.pointsman.agent.v1.PaceH\x00\x42\x06\n\x04kind\"\xb4\x05\n\x08Instance\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0b\n\x03url\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x14\n\x0cserved_names\x18\x05 \x03(\t\x12\x12\n\nlora_names\x18\x06 \x03(\t\x12\x12\n\nmodel_root\x18\x07 \x01(\t\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x1a\n\x12kv_capacity_tokens\x18\t \x01(\x04\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x1f\n\x12\x64\x61ta_parallel_rank\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\x33\n\x0bprefix_mode\x18\x0c \x01(\x0e\x32\x1e.pointsman.agent.v1.PrefixMode\x12\x15\n\rprefix_reason\x18\r \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x0e \x01(\t\x12\x0c\n\x04node\x18\x0f \x01(\t\x12\x33\n\x0bkv_transfer\x18\x14 \x01(\x0b\x32\x1e.pointsman.agent.v1.KvTransfer\x12\x10\n\x08hardware\x18< \x01(\t\x12$\n\x1clong_prefill_token_threshold\x18= \x01(\r\x12\x17\n\x0fsparse_prefixes\x18> \x01(\x08\x12\x17\n\x0f\x65vents_unusable\x18@ \x01(\x08\x12\x16\n\x0eshared_storage\x18\x41 \x01(\t\x12\x16\n\x0ekv_token_bytes\x18\x42 \x01(\x04\x12\x34\n\x08identity\x18_ \x01(\x0b\x32\".pointsman.agent.v1.EngineIdentity\x12\x14\n\x0cmax_num_seqs\x18` \x01(\r\x12\x18\n\x10uncertain_blocks\x18i \x01(\rB\x15\n\x13_data_parallel_rank\"\xd5\x01\n\x0e\x45ngineIdentity\x12\x0f\n\x07weights\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x16\n\x0eweights_digest\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x14\n\x0cquantization\x18\x05 \x01(\t\x12\x11\n\toverrides\x18\x06 \x01(\t\x12\x11\n\ttokenizer\x18\x07 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x08 \x01(\t\x12\x10\n\x08kv_dtype\x18\t \x01(\t\x12\x11\n\tkv_layout\x18\n \x01(\t\"\xeb\x01\n\nKvTransfer\x12\x30\n\x08protocol\x18\x01 \x01(\x0e\x32\x1e.pointsman.agent.v1.KvProtocol\x12\x15\n\rbootstrap_url\x18\x02 \x01(\t\x12(\n\x04role\x18\x14 \x01(\x0e\x32\x1a.pointsman.agent.v1.KvRole\x12\x13\n\x0b\x63\x61\x63he_dtype\x18\x15 \x01(\t\x12\x11\n\tlayerwise\x18\x16 \x01(\x08\x12/\n\nwrong_from\x18\x17 \x03(\x0b\x32\x1b.pointsman.agent.v1.WrongKv\x12\x11\n\tengine_id\x18\x18 \x01(\t\"E\n\x07WrongKv\x12\x15\n\rbootstrap_url\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x11\n\tengine_id\x18\x03 \x01(\t\"\xb7\x01\n\x05Hello\x12.\n\x08instance\x18\x01 \x01(\x0b\x32\x1c.pointsman.agent.v1.Instance\x12\x12\n\nkey_scheme\x18\x02 \x01(\t\x12\x12\n\noldest_seq\x18\x03 \x01(\x04\x12\x12\n\nlatest_seq\x18\x04 \x01(\x04\x12\x10\n\x08\x61gent_id\x18\x05 \x01(\t\x12\x1a\n\x12report_interval_ms\x18\x06 \x01(\r\x12\x14\n\x0c\x61\x63\x63\x65pts_pace\x18\x07 \x01(\x08\"G\n\x07Welcome\x12\x10\n\x08snapshot\x18\x01 \x01(\x08\x12\x17\n\x0fresume_from_seq\x18\x02 \x01(\x04\x12\x11\n\trouter_id\x18\x03 \x01(\t\"9\n\x04Pace\x12\x18\n\x10load_interval_ms\x18\x01 \x01(\r\x12\x17\n\x0fkey_interval_ms\x18\x02 \x01(\r\"\x18\n\x06Resync\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x1c\n\rSnapshotBegin\x12\x0b\n\x03seq\x18\x01 \x01(\x04\"E\n\rSnapshotChunk\x12&\n\x04tier\x18\x01 \x01(\x0e\x32\x18.pointsman.agent.v1.Tier\x12\x0c\n\x04keys\x18\x02 \x03(\x06\"=\n\x0bSnapshotEnd\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x11\n\tkey_count\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\"\xb3\x01\n\x05\x44\x65lta\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12&\n\x04tier\x18\x02 \x01(\x0e\x32\x18.pointsman.agent.v1.Tier\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x03 \x03(\x06\x12\x0f\n\x07removed\x18\x04 \x03(\x06\x12\x0f\n\x07\x63leared\x18\x05 \x01(\x08\x12\x11\n\tfirst_seq\x18\x06 \x01(\x04\x12\x31\n\x0bother_tiers\x18\x07 \x03(\x0b\x32\x1c.pointsman.agent.v1.TierKeys\"R\n\x08TierKeys\x12&\n\x04tier\x18\x01 \x01(\x0e\x32\x18.pointsman.agent.v1.Tier\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x02 \x03(\x06\x12\x0f\n\x07removed\x18\x03 \x03(\x06\"B\n\x10\x43onsistencyCheck\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x11\n\tkey_count\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\"\xf3\x03\n\x04Load\x12\x15\n\rsample_age_ms\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x10\n\x08kv_usage\x18\x04 \x01(\x01\x12\x19\n\x11generation_tokens\x18\x05 \x01(\x04\x12\x1c\n\x14prefix_cache_queries\x18\x06 \x01(\x04\x12\x19\n\x11prefix_cache_hits\x18\x07 \x01(\x04\x12%\n\x1d\x65xternal_prefix_cache_queries\x18\x08 \x01(\x04\x12\"\n\x1a\x65xternal_prefix_cache_hits\x18\t \x01(\x04\x12\x13\n\x0bpreemptions\x18\n \x01(\x04\x12\x0f\n\x07healthy\x18\x0b \x01(\x08\x12%\n\x04gpus\x18\x0c \x03(\x0b\x32\x17.pointsman.agent.v1.Gpu\x12\x11\n\tsuspended\x18\r \x01(\t\x12 \n\x13prefill_tokens_left\x18< \x01(\x04H\x00\x88\x01\x01\x12-\n\x05steps\x18= \x01(\x0b\x32\x1e.pointsman.agent.v1.StepTotals\x12\x0f\n\x07unknown\x18P \x03(\t\x12\x0f\n\x07problem\x18Q \x01(\t\x12\x16\n\x0e\x65vents_problem\x18i \x01(\tB\x16\n\x14_prefill_tokens_left\"\x9d\x01\n\nStepTotals\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x15\n\rdecode_tokens\x18\x03 \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\x04 \x01(\x04\x12\x15\n\rprefill_pairs\x18\x05 \x01(\x04\x12\x10\n\x08prefills\x18\x06 \x01(\x04\x12\x17\n\x0fprefill_seconds\x18\x07 \x01(\x01\"T\n\x03Gpu\x12\r\n\x05index\x18\x01 \x01(\r\x12\x13\n\x0butilisation\x18\x02 \x01(\x01\x12\x13\n\x0bmemory_used\x18\x03 \x01(\x04\x12\x14\n\x0cmemory_total\x18\x04 \x01(\x04\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t*V\n\nPrefixMode\x12\x1b\n\x17PREFIX_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11PREFIX_MODE_EXACT\x10\x01\x12\x14\n\x10PREFIX_MODE_NONE\x10\x02*Y\n\nKvProtocol\x12\x1b\n\x17KV_PROTOCOL_UNSPECIFIED\x10\x00\x12\x18\n\x14KV_PROTOCOL_MOONCAKE\x10\x01\x12\x14\n\x10KV_PROTOCOL_NIXL\x10\x02*M\n\x06KvRole\x12\x17\n\x13KV_ROLE_UNSPECIFIED\x10\x00\x12\x14\n\x10KV_ROLE_PRODUCER\x10\x01\x12\x14\n\x10KV_ROLE_CONSUMER\x10\x02*N\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\x10\n\x0cTIER_STORAGE\x10\x03\x32\x63\n\x0c\x41gentService\x12S\n\x06Report\x12!.pointsman.agent.v1.ReportRequest\x1a\".pointsman.agent.v1.ReportResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pointsman.agent.v1.agent_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PREFIXMODE']._serialized_start=3128
-  _globals['_PREFIXMODE']._serialized_end=3214
-  _globals['_KVPROTOCOL']._serialized_start=3216
-  _globals['_KVPROTOCOL']._serialized_end=3305
-  _globals['_KVROLE']._serialized_start=3307
-  _globals['_KVROLE']._serialized_end=3384
-  _globals['_TIER']._serialized_start=3386
-  _globals['_TIER']._serialized_end=3464
+  _globals['_PREFIXMODE']._serialized_start=3504
+  _globals['_PREFIXMODE']._serialized_end=3590
+  _globals['_KVPROTOCOL']._serialized_start=3592
+  _globals['_KVPROTOCOL']._serialized_end=3681
+  _globals['_KVROLE']._serialized_start=3683
+  _globals['_KVROLE']._serialized_end=3760
+  _globals['_TIER']._serialized_start=3762
+  _globals['_TIER']._serialized_end=3840
   _globals['_REPORTREQUEST']._serialized_start=55
   _globals['_REPORTREQUEST']._serialized_end=502
   _globals['_REPORTRESPONSE']._serialized_start=505
   _globals['_REPORTRESPONSE']._serialized_end=665
   _globals['_INSTANCE']._serialized_start=668
-  _globals['_INSTANCE']._serialized_end=1258
-  _globals['_KVTRANSFER']._serialized_start=1261
-  _globals['_KVTRANSFER']._serialized_end=1496
-  _globals['_WRONGKV']._serialized_start=1498
-  _globals['_WRONGKV']._serialized_end=1567
-  _globals['_HELLO']._serialized_start=1570
-  _globals['_HELLO']._serialized_end=1753
-  _globals['_WELCOME']._serialized_start=1755
-  _globals['_WELCOME']._serialized_end=1826
-  _globals['_PACE']._serialized_start=1828
-  _globals['_PACE']._serialized_end=1885
-  _globals['_RESYNC']._serialized_start=1887
-  _globals['_RESYNC']._serialized_end=1911
-  _globals['_SNAPSHOTBEGIN']._serialized_start=1913
-  _globals['_SNAPSHOTBEGIN']._serialized_end=1941
-  _globals['_SNAPSHOTCHUNK']._serialized_start=1943
-  _globals['_SNAPSHOTCHUNK']._serialized_end=2012
-  _globals['_SNAPSHOTEND']._serialized_start=2014
-  _globals['_SNAPSHOTEND']._serialized_end=2075
-  _globals['_DELTA']._serialized_start=2078
-  _globals['_DELTA']._serialized_end=2257
-  _globals['_TIERKEYS']._serialized_start=2259
-  _globals['_TIERKEYS']._serialized_end=2341
-  _globals['_CONSISTENCYCHECK']._serialized_start=2343
-  _globals['_CONSISTENCYCHECK']._serialized_end=2409
-  _globals['_LOAD']._serialized_start=2412
-  _globals['_LOAD']._serialized_end=2853
-  _globals['_STEPTOTALS']._serialized_start=2856
-  _globals['_STEPTOTALS']._serialized_end=3013
-  _globals['_GPU']._serialized_start=3015
-  _globals['_GPU']._serialized_end=3099
-  _globals['_GOODBYE']._serialized_start=3101
-  _globals['_GOODBYE']._serialized_end=3126
-  _globals['_AGENTSERVICE']._serialized_start=3466
-  _globals['_AGENTSERVICE']._serialized_end=3565
+  _globals['_INSTANCE']._serialized_end=1360
+  _globals['_ENGINEIDENTITY']._serialized_start=1363
+  _globals['_ENGINEIDENTITY']._serialized_end=1576
+  _globals['_KVTRANSFER']._serialized_start=1579
+  _globals['_KVTRANSFER']._serialized_end=1814
+  _globals['_WRONGKV']._serialized_start=1816
+  _globals['_WRONGKV']._serialized_end=1885
+  _globals['_HELLO']._serialized_start=1888
+  _globals['_HELLO']._serialized_end=2071
+  _globals['_WELCOME']._serialized_start=2073
+  _globals['_WELCOME']._serialized_end=2144
+  _globals['_PACE']._serialized_start=2146
+  _globals['_PACE']._serialized_end=2203
+  _globals['_RESYNC']._serialized_start=2205
+  _globals['_RESYNC']._serialized_end=2229
+  _globals['_SNAPSHOTBEGIN']._serialized_start=2231
+  _globals['_SNAPSHOTBEGIN']._serialized_end=2259
+  _globals['_SNAPSHOTCHUNK']._serialized_start=2261
+  _globals['_SNAPSHOTCHUNK']._serialized_end=2330
+  _globals['_SNAPSHOTEND']._serialized_start=2332
+  _globals['_SNAPSHOTEND']._serialized_end=2393
+  _globals['_DELTA']._serialized_start=2396
+  _globals['_DELTA']._serialized_end=2575
+  _globals['_TIERKEYS']._serialized_start=2577
+  _globals['_TIERKEYS']._serialized_end=2659
+  _globals['_CONSISTENCYCHECK']._serialized_start=2661
+  _globals['_CONSISTENCYCHECK']._serialized_end=2727
+  _globals['_LOAD']._serialized_start=2730
+  _globals['_LOAD']._serialized_end=3229
+  _globals['_STEPTOTALS']._serialized_start=3232
+  _globals['_STEPTOTALS']._serialized_end=3389
+  _globals['_GPU']._serialized_start=3391
+  _globals['_GPU']._serialized_end=3475
+  _globals['_GOODBYE']._serialized_start=3477
+  _globals['_GOODBYE']._serialized_end=3502
+  _globals['_AGENTSERVICE']._serialized_start=3842
+  _globals['_AGENTSERVICE']._serialized_end=3941
 # @@protoc_insertion_point(module_scope)

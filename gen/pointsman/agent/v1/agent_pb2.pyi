@@ -28,7 +28,7 @@ class _PrefixModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PrefixMode
     PREFIX_MODE_UNSPECIFIED: _PrefixMode.ValueType  # 0
     """Not sent."""
     PREFIX_MODE_EXACT: _PrefixMode.ValueType  # 1
-    """The reported keys come from the engine's own KV events."""
+    """The reported keys come from the engine's own KV events. Routers use them as exact once answers have confirmed them."""
     PREFIX_MODE_NONE: _PrefixMode.ValueType  # 2
     """The engine has no usable KV events; Instance.prefix_reason gives the reason."""
 
@@ -38,7 +38,7 @@ class PrefixMode(_PrefixMode, metaclass=_PrefixModeEnumTypeWrapper):
 PREFIX_MODE_UNSPECIFIED: PrefixMode.ValueType  # 0
 """Not sent."""
 PREFIX_MODE_EXACT: PrefixMode.ValueType  # 1
-"""The reported keys come from the engine's own KV events."""
+"""The reported keys come from the engine's own KV events. Routers use them as exact once answers have confirmed them."""
 PREFIX_MODE_NONE: PrefixMode.ValueType  # 2
 """The engine has no usable KV events; Instance.prefix_reason gives the reason."""
 Global___PrefixMode: _TypeAlias = PrefixMode  # noqa: Y015
@@ -253,6 +253,9 @@ class Instance(_message.Message):
     EVENTS_UNUSABLE_FIELD_NUMBER: _builtins.int
     SHARED_STORAGE_FIELD_NUMBER: _builtins.int
     KV_TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    UNCERTAIN_BLOCKS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Id of the instance, unique in the fleet and stable over restarts, for example "10.0.0.7:8000", or "10.0.0.7:8000/1" for rank
     1. Required.
@@ -307,6 +310,12 @@ class Instance(_message.Message):
     """
     kv_token_bytes: _builtins.int
     """Size of the KV of one token on each of the engine's devices, in bytes. 0 if the engine does not announce it."""
+    max_num_seqs: _builtins.int
+    """Maximum number of requests in the engine's batch. 0 if unknown."""
+    uncertain_blocks: _builtins.int
+    """Number of blocks at the end of a known prefix that a prompt can miss: 1 if the engine hashes a block together with the tokens
+    after it, which its keys do not cover. These are not counted as cached.
+    """
     @_builtins.property
     def served_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """All model names that the engine answers to, without LoRA adapters."""
@@ -318,6 +327,10 @@ class Instance(_message.Message):
     @_builtins.property
     def kv_transfer(self) -> Global___KvTransfer:
         """How the engine's KV connector transfers KV. Absent if the engine has no KV connector."""
+
+    @_builtins.property
+    def identity(self) -> Global___EngineIdentity:
+        """What makes the engine interchangeable with others. Absent: nothing of it is known."""
 
     def __init__(
         self,
@@ -344,16 +357,79 @@ class Instance(_message.Message):
         events_unusable: _builtins.bool = ...,
         shared_storage: _builtins.str = ...,
         kv_token_bytes: _builtins.int = ...,
+        identity: Global___EngineIdentity | None = ...,
+        max_num_seqs: _builtins.int = ...,
+        uncertain_blocks: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "kv_transfer", b"kv_transfer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "identity", b"identity", "kv_transfer", b"kv_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "block_size", b"block_size", "data_parallel_rank", b"data_parallel_rank", "engine_version", b"engine_version", "events_unusable", b"events_unusable", "hardware", b"hardware", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_token_bytes", b"kv_token_bytes", "kv_transfer", b"kv_transfer", "long_prefill_token_threshold", b"long_prefill_token_threshold", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "model", b"model", "model_root", b"model_root", "node", b"node", "prefix_mode", b"prefix_mode", "prefix_reason", b"prefix_reason", "served_names", b"served_names", "shared_storage", b"shared_storage", "sparse_prefixes", b"sparse_prefixes", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "block_size", b"block_size", "data_parallel_rank", b"data_parallel_rank", "engine_version", b"engine_version", "events_unusable", b"events_unusable", "hardware", b"hardware", "identity", b"identity", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_token_bytes", b"kv_token_bytes", "kv_transfer", b"kv_transfer", "long_prefill_token_threshold", b"long_prefill_token_threshold", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model", b"model", "model_root", b"model_root", "node", b"node", "prefix_mode", b"prefix_mode", "prefix_reason", b"prefix_reason", "served_names", b"served_names", "shared_storage", b"shared_storage", "sparse_prefixes", b"sparse_prefixes", "uncertain_blocks", b"uncertain_blocks", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
     _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__data_parallel_rank) -> _WhichOneofReturnType__data_parallel_rank | None: ...
 
 Global___Instance: _TypeAlias = Instance  # noqa: Y015
+
+@_typing.final
+class EngineIdentity(_message.Message):
+    """What makes two engines interchangeable. A field is empty if it is unknown, and then contradicts nothing. Engines of which
+    something known differs do not go on with each other's answers, and do not read each other's KV.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
+    OVERRIDES_FIELD_NUMBER: _builtins.int
+    TOKENIZER_FIELD_NUMBER: _builtins.int
+    TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
+    KV_DTYPE_FIELD_NUMBER: _builtins.int
+    KV_LAYOUT_FIELD_NUMBER: _builtins.int
+    weights: _builtins.str
+    """Hub id or path of the weights, without revision."""
+    revision: _builtins.str
+    """Revision of the weights at the hub: a commit if it is known."""
+    weights_digest: _builtins.str
+    """Digest of the files of the weights. It decides where both engines have one, wherever the files are."""
+    dtype: _builtins.str
+    """Type of the weights and activations in use, for example "bfloat16"."""
+    quantization: _builtins.str
+    """Method of quantisation in use; "none" without one."""
+    overrides: _builtins.str
+    """Digest of what overrides the model's own configuration; "none" without any."""
+    tokenizer: _builtins.str
+    """Hub id or path of the tokenizer, without revision."""
+    tokenizer_digest: _builtins.str
+    """Digest of the tokenizer's files. It decides where both engines have one."""
+    kv_dtype: _builtins.str
+    """Type of the KV cache's elements in use. "auto": the type of the weights, whichever that is."""
+    kv_layout: _builtins.str
+    """Order of the KV cache's dimensions, for example "NHD"."""
+    def __init__(
+        self,
+        *,
+        weights: _builtins.str = ...,
+        revision: _builtins.str = ...,
+        weights_digest: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        quantization: _builtins.str = ...,
+        overrides: _builtins.str = ...,
+        tokenizer: _builtins.str = ...,
+        tokenizer_digest: _builtins.str = ...,
+        kv_dtype: _builtins.str = ...,
+        kv_layout: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "kv_dtype", b"kv_dtype", "kv_layout", b"kv_layout", "overrides", b"overrides", "quantization", b"quantization", "revision", b"revision", "tokenizer", b"tokenizer", "tokenizer_digest", b"tokenizer_digest", "weights", b"weights", "weights_digest", b"weights_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineIdentity: _TypeAlias = EngineIdentity  # noqa: Y015
 
 @_typing.final
 class KvTransfer(_message.Message):
@@ -375,7 +451,7 @@ class KvTransfer(_message.Message):
     role: Global___KvRole.ValueType
     """Which sides of a transfer the engine can be."""
     cache_dtype: _builtins.str
-    """Element type of the engine's KV cache. KV is transferred only between engines with equal types."""
+    """Element type of the engine's KV cache, as its flag gives it. Instance.identity has the type in use."""
     layerwise: _builtins.bool
     """Whether the engine expects the second request of a transfer before the first one has ended (Mooncake only). The gateway sends
     both requests together if both engines are layerwise.
@@ -793,6 +869,9 @@ class Load(_message.Message):
     SUSPENDED_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_LEFT_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    UNKNOWN_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    EVENTS_PROBLEM_FIELD_NUMBER: _builtins.int
     sample_age_ms: _builtins.int
     """Time from the engine's response to this message, in ms."""
     running: _builtins.int
@@ -814,13 +893,19 @@ class Load(_message.Message):
     preemptions: _builtins.int
     """Number of preemptions since the engine's start."""
     healthy: _builtins.bool
-    """Whether the engine answers its agent. Gateways' requests are not placed on an unhealthy instance."""
+    """Whether the engine lives and is ready, as its agent sees it. Gateways' requests are not placed on an unhealthy instance."""
     suspended: _builtins.str
     """Why the engine accepts requests and does not compute them, for people: it is asleep, paused, or its weights are being changed.
     Empty if it computes. Requests are not placed on a suspended instance.
     """
     prefill_tokens_left: _builtins.int
     """Number of tokens that the prompts in the engine's batch still need. Absent if the engine does not report its steps."""
+    problem: _builtins.str
+    """What is wrong with the engine, or with the reading of its load, for people. Empty if nothing is. A load that cannot be read is
+    not by itself a reason for an unhealthy engine: the last one is sent again, and becomes older.
+    """
+    events_problem: _builtins.str
+    """Why the engine's newest KV events did not arrive or could not be read, for people. Empty if they did, or there are none."""
     @_builtins.property
     def gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___Gpu]:
         """GPUs of the instance. Empty if there are none."""
@@ -828,6 +913,12 @@ class Load(_message.Message):
     @_builtins.property
     def steps(self) -> Global___StepTotals:
         """Sums over the engine's steps. Absent if the engine does not report them."""
+
+    @_builtins.property
+    def unknown(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of those of the fields 2 to 10 of this message whose values are unknown, because the engine reports none, or one that is no
+        number of the field. They are 0 then, which is not their value.
+        """
 
     def __init__(
         self,
@@ -847,10 +938,13 @@ class Load(_message.Message):
         suspended: _builtins.str = ...,
         prefill_tokens_left: _builtins.int | None = ...,
         steps: Global___StepTotals | None = ...,
+        unknown: _abc.Iterable[_builtins.str] | None = ...,
+        problem: _builtins.str = ...,
+        events_problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_left", b"_prefill_tokens_left", "prefill_tokens_left", b"prefill_tokens_left", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_left", b"_prefill_tokens_left", "external_prefix_cache_hits", b"external_prefix_cache_hits", "external_prefix_cache_queries", b"external_prefix_cache_queries", "generation_tokens", b"generation_tokens", "gpus", b"gpus", "healthy", b"healthy", "kv_usage", b"kv_usage", "preemptions", b"preemptions", "prefill_tokens_left", b"prefill_tokens_left", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "running", b"running", "sample_age_ms", b"sample_age_ms", "steps", b"steps", "suspended", b"suspended", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_left", b"_prefill_tokens_left", "events_problem", b"events_problem", "external_prefix_cache_hits", b"external_prefix_cache_hits", "external_prefix_cache_queries", b"external_prefix_cache_queries", "generation_tokens", b"generation_tokens", "gpus", b"gpus", "healthy", b"healthy", "kv_usage", b"kv_usage", "preemptions", b"preemptions", "prefill_tokens_left", b"prefill_tokens_left", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "problem", b"problem", "running", b"running", "sample_age_ms", b"sample_age_ms", "steps", b"steps", "suspended", b"suspended", "unknown", b"unknown", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefill_tokens_left: _TypeAlias = _typing.Literal["prefill_tokens_left"]  # noqa: Y015
     _WhichOneofArgType__prefill_tokens_left: _TypeAlias = _typing.Literal["_prefill_tokens_left", b"_prefill_tokens_left"]  # noqa: Y015

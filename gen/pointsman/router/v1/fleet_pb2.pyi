@@ -139,9 +139,13 @@ class _InstanceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Instanc
     INSTANCE_STATE_READY: _InstanceState.ValueType  # 2
     """The instance is placeable. Its keys are known as its prefix mode says."""
     INSTANCE_STATE_UNHEALTHY: _InstanceState.ValueType  # 3
-    """The engine does not answer its agent. The instance is not placeable."""
+    """The engine does not answer its agent. The instance is placeable only while it answers requests, or no other instance of its
+    pool is healthy.
+    """
     INSTANCE_STATE_LOST: _InstanceState.ValueType  # 4
-    """The agent's stream has ended. The instance is placeable for a grace period, then removed."""
+    """The agent's stream has ended. The instance is placeable for a grace period, and longer while it answers requests or no other
+    instance of its pool has an agent; then it is removed.
+    """
     INSTANCE_STATE_DRAINING: _InstanceState.ValueType  # 5
     """An operator has stopped placements until the engine restarts."""
     INSTANCE_STATE_CORDONED: _InstanceState.ValueType  # 6
@@ -159,9 +163,13 @@ INSTANCE_STATE_SYNCING: InstanceState.ValueType  # 1
 INSTANCE_STATE_READY: InstanceState.ValueType  # 2
 """The instance is placeable. Its keys are known as its prefix mode says."""
 INSTANCE_STATE_UNHEALTHY: InstanceState.ValueType  # 3
-"""The engine does not answer its agent. The instance is not placeable."""
+"""The engine does not answer its agent. The instance is placeable only while it answers requests, or no other instance of its
+pool is healthy.
+"""
 INSTANCE_STATE_LOST: InstanceState.ValueType  # 4
-"""The agent's stream has ended. The instance is placeable for a grace period, then removed."""
+"""The agent's stream has ended. The instance is placeable for a grace period, and longer while it answers requests or no other
+instance of its pool has an agent; then it is removed.
+"""
 INSTANCE_STATE_DRAINING: InstanceState.ValueType  # 5
 """An operator has stopped placements until the engine restarts."""
 INSTANCE_STATE_CORDONED: InstanceState.ValueType  # 6
@@ -181,7 +189,9 @@ class _PrefixSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PrefixSo
     PREFIX_SOURCE_EVENTS: _PrefixSource.ValueType  # 1
     """The engine's own KV events."""
     PREFIX_SOURCE_APPROXIMATE: _PrefixSource.ValueType  # 2
-    """The router's own placements, corrected by the cached tokens that the engine reports."""
+    """The router's own placements, corrected by the cached tokens that the engine reports; and KV events that no answer has confirmed
+    or contradicted yet.
+    """
     PREFIX_SOURCE_NONE: _PrefixSource.ValueType  # 3
     """The instance's cache counts as empty: its keys are incomplete, its agent is lost or silent, or its predictions have just
     proven wrong.
@@ -195,7 +205,9 @@ PREFIX_SOURCE_UNSPECIFIED: PrefixSource.ValueType  # 0
 PREFIX_SOURCE_EVENTS: PrefixSource.ValueType  # 1
 """The engine's own KV events."""
 PREFIX_SOURCE_APPROXIMATE: PrefixSource.ValueType  # 2
-"""The router's own placements, corrected by the cached tokens that the engine reports."""
+"""The router's own placements, corrected by the cached tokens that the engine reports; and KV events that no answer has confirmed
+or contradicted yet.
+"""
 PREFIX_SOURCE_NONE: PrefixSource.ValueType  # 3
 """The instance's cache counts as empty: its keys are incomplete, its agent is lost or silent, or its predictions have just
 proven wrong.
@@ -356,14 +368,20 @@ class InstanceStatus(_message.Message):
     CORDON_REASON_FIELD_NUMBER: _builtins.int
     WEIGHT_REASON_FIELD_NUMBER: _builtins.int
     UNDERLYING_STATE_FIELD_NUMBER: _builtins.int
+    RIVAL_FIELD_NUMBER: _builtins.int
+    DIFFERENCES_FIELD_NUMBER: _builtins.int
+    EVENTS_CONTRADICTED_FIELD_NUMBER: _builtins.int
+    LIFE_FIELD_NUMBER: _builtins.int
     state: Global___InstanceState.ValueType
     """State of the instance."""
     num_requests: _builtins.int
-    """Number of requests that are placed and not finished."""
+    """Number of requests that are placed and not finished. As in the engine, each sequence of a request counts
+    (PlacementRequest.sequences).
+    """
     pending_prefill_tokens: _builtins.int
     """Number of prompt tokens that are placed and not computed yet."""
     ongoing_decode_tokens: _builtins.int
-    """Context of the requests past their first token, in tokens."""
+    """Prompt tokens of the sequences past their first token."""
     ongoing_tokens: _builtins.int
     """Input tokens of all open requests."""
     keys: _builtins.int
@@ -373,8 +391,8 @@ class InstanceStatus(_message.Message):
     prefix_source: Global___PrefixSource.ValueType
     """Source from which the instance's cached tokens are currently known."""
     prefix_reason: _builtins.str
-    """Reason, for people, why the source is not the engine's own events, or why a new snapshot of its keys was requested. Empty if
-    there is none.
+    """Reason, for people, why the source is not the engine's own events: it has none, no answer has confirmed them yet, or answers
+    contradict them; and what the agent says of them. Empty if there is none.
     """
     approximate_keys: _builtins.int
     """Number of block keys in the approximate index, of 16 tokens each, which are learned from the router's own placements."""
@@ -383,7 +401,7 @@ class InstanceStatus(_message.Message):
     prediction_audit_failures: _builtins.int
     """Number of times in this incarnation that the engine persistently reported fewer cached tokens than predicted."""
     circuit_open: _builtins.bool
-    """Whether the circuit is open: requests failed in a row, and the instance receives none, or one on trial, until it answers."""
+    """Whether the instance is out (Life.out_cause): it receives no requests, or one on trial, until it answers."""
     stale: _builtins.bool
     """Whether load is too old to be used in decisions."""
     cordoned: _builtins.bool
@@ -396,6 +414,10 @@ class InstanceStatus(_message.Message):
     """Reason of the weight. Empty if the weight is 1, or none was given."""
     underlying_state: Global___InstanceState.ValueType
     """The state that the instance would have without a cordon or a drain: SYNCING, READY, UNHEALTHY, SUSPENDED or LOST."""
+    rival: _builtins.str
+    """Who else has announced this instance within the last minutes and was refused, for people. Empty if nobody has."""
+    events_contradicted: _builtins.bool
+    """Whether the engine's KV events contradict its answers, so that prefix_source is not EVENTS although the engine publishes some."""
     @_builtins.property
     def instance(self) -> _agent_pb2.Instance:
         """The instance as its agent describes it."""
@@ -407,6 +429,14 @@ class InstanceStatus(_message.Message):
     @_builtins.property
     def report_age(self) -> _duration_pb2.Duration:
         """Time since the agent's last message."""
+
+    @_builtins.property
+    def differences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What the instance differs in from the most of its pool, for people: the value of each, and that of the others."""
+
+    @_builtins.property
+    def life(self) -> Global___Life:
+        """What the requests on the instance show about it, at the router that answers. Absent from routers that do not report it."""
 
     def __init__(
         self,
@@ -433,16 +463,86 @@ class InstanceStatus(_message.Message):
         cordon_reason: _builtins.str = ...,
         weight_reason: _builtins.str = ...,
         underlying_state: Global___InstanceState.ValueType = ...,
+        rival: _builtins.str = ...,
+        differences: _abc.Iterable[_builtins.str] | None = ...,
+        events_contradicted: _builtins.bool = ...,
+        life: Global___Life | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "instance", b"instance", "load", b"load", "report_age", b"report_age", "weight", b"weight"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "instance", b"instance", "life", b"life", "load", b"load", "report_age", b"report_age", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "approximate_keys", b"approximate_keys", "circuit_open", b"circuit_open", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "instance", b"instance", "keys", b"keys", "load", b"load", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prediction_audit_failures", b"prediction_audit_failures", "prefix_reason", b"prefix_reason", "prefix_source", b"prefix_source", "provisional_keys", b"provisional_keys", "report_age", b"report_age", "sessions", b"sessions", "stale", b"stale", "state", b"state", "underlying_state", b"underlying_state", "weight", b"weight", "weight_reason", b"weight_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "approximate_keys", b"approximate_keys", "circuit_open", b"circuit_open", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "differences", b"differences", "events_contradicted", b"events_contradicted", "instance", b"instance", "keys", b"keys", "life", b"life", "load", b"load", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prediction_audit_failures", b"prediction_audit_failures", "prefix_reason", b"prefix_reason", "prefix_source", b"prefix_source", "provisional_keys", b"provisional_keys", "report_age", b"report_age", "rival", b"rival", "sessions", b"sessions", "stale", b"stale", "state", b"state", "underlying_state", b"underlying_state", "weight", b"weight", "weight_reason", b"weight_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
     _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
 
 Global___InstanceStatus: _TypeAlias = InstanceStatus  # noqa: Y015
+
+@_typing.final
+class Life(_message.Message):
+    """The evidence by which an instance gets requests or none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUT_CAUSE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    OUT_AGE_FIELD_NUMBER: _builtins.int
+    NEXT_TRIAL_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    LAST_ANSWER_AGE_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    ERRORS_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    out_cause: _builtins.str
+    """Cause for which the instance gets no requests but one at a time on trial: "failures", "errors" or "silence". Empty if it gets
+    requests as its state says.
+    """
+    reason: _builtins.str
+    """The cause, for people. Also set if the instance gets requests against what its agent says, or without an agent."""
+    answers: _builtins.int
+    """Number of answers, first tokens and done steps in this incarnation."""
+    failures: _builtins.int
+    """Number of failed requests in a row."""
+    errors: _builtins.int
+    """Number of errors in a row (4xx, 5xx, broken connections) that no other instance has explained."""
+    status: _builtins.int
+    """HTTP status of the last of these errors; 0 if the connection broke, or there was none."""
+    waiting: _builtins.int
+    """Number of requests that wait for their first byte."""
+    @_builtins.property
+    def out_age(self) -> _duration_pb2.Duration:
+        """Time since the instance was put out. Absent if it is not."""
+
+    @_builtins.property
+    def next_trial(self) -> _duration_pb2.Duration:
+        """Time until a request is placed on trial. Absent if the instance is not out, or a request is on trial."""
+
+    @_builtins.property
+    def last_answer_age(self) -> _duration_pb2.Duration:
+        """Time since the last of them. Absent if there was none."""
+
+    def __init__(
+        self,
+        *,
+        out_cause: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        out_age: _duration_pb2.Duration | None = ...,
+        next_trial: _duration_pb2.Duration | None = ...,
+        answers: _builtins.int = ...,
+        last_answer_age: _duration_pb2.Duration | None = ...,
+        failures: _builtins.int = ...,
+        errors: _builtins.int = ...,
+        status: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_answer_age", b"last_answer_age", "next_trial", b"next_trial", "out_age", b"out_age"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "errors", b"errors", "failures", b"failures", "last_answer_age", b"last_answer_age", "next_trial", b"next_trial", "out_age", b"out_age", "out_cause", b"out_cause", "reason", b"reason", "status", b"status", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Life: _TypeAlias = Life  # noqa: Y015
 
 @_typing.final
 class ListInstancesRequest(_message.Message):
@@ -945,6 +1045,7 @@ class Candidate(_message.Message):
     PROVISIONAL_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
     KV_LOAD_FIELD_NUMBER: _builtins.int
+    UNKNOWN_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Id of the instance."""
     incarnation: _builtins.str
@@ -956,11 +1057,11 @@ class Candidate(_message.Message):
     new_tokens: _builtins.int
     """Number of tokens of this prompt that were not cached on the instance: input tokens - cached_tokens."""
     num_requests: _builtins.int
-    """Number of requests placed on the instance and not finished."""
+    """Number of requests placed on the instance and not finished; each sequence of a request counts."""
     pending_prefill_tokens: _builtins.int
     """Number of prompt tokens placed on the instance and not computed."""
     ongoing_decode_tokens: _builtins.int
-    """Context of the instance's requests past their first token, in tokens."""
+    """Prompt tokens of the instance's sequences past their first token."""
     ongoing_tokens: _builtins.int
     """Input tokens of the instance's open requests."""
     running: _builtins.int
@@ -973,7 +1074,9 @@ class Candidate(_message.Message):
     """The policy's score; lower is better. Absent if the policy did not score the instance."""
     excluded: _builtins.str
     """Why the instance could not be chosen: "cordoned", "canary" (its weight, or because the session belongs to the share of
-    another instance), "draining", "unhealthy", "failed_before", "saturated" or "circuit_open". Empty if it could be chosen.
+    another instance), "draining", "unhealthy", "failed_before", "saturated", "circuit_open", "context" (it does not hold the
+    prompt) or "other_identity" (its weights, types or tokenizer differ from those of the engine that began the answer). Empty if
+    it could be chosen.
     """
     exact: _builtins.bool
     """Whether cached_tokens comes from the engine's own KV events."""
@@ -994,6 +1097,10 @@ class Candidate(_message.Message):
     @_builtins.property
     def kv_load(self) -> Global___KvLoad:
         """What the instance would load from lower tiers. Absent if it has nothing there."""
+
+    @_builtins.property
+    def unknown(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of those of the fields running, waiting and kv_usage that the engine does not report. They are 0 then."""
 
     def __init__(
         self,
@@ -1020,10 +1127,11 @@ class Candidate(_message.Message):
         provisional_tokens: _builtins.int = ...,
         prefix_source: Global___PrefixSource.ValueType = ...,
         kv_load: Global___KvLoad | None = ...,
+        unknown: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "kv_load", b"kv_load", "report_age", b"report_age", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "cached_tokens", b"cached_tokens", "exact", b"exact", "excluded", b"excluded", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_load", b"kv_load", "kv_usage", b"kv_usage", "new_tokens", b"new_tokens", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prefix_source", b"prefix_source", "provisional_tokens", b"provisional_tokens", "recent_migrations", b"recent_migrations", "report_age", b"report_age", "running", b"running", "score", b"score", "stale", b"stale", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "cached_tokens", b"cached_tokens", "exact", b"exact", "excluded", b"excluded", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_load", b"kv_load", "kv_usage", b"kv_usage", "new_tokens", b"new_tokens", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prefix_source", b"prefix_source", "provisional_tokens", b"provisional_tokens", "recent_migrations", b"recent_migrations", "report_age", b"report_age", "running", b"running", "score", b"score", "stale", b"stale", "state", b"state", "unknown", b"unknown", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015

@@ -108,7 +108,7 @@ class _MoveReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MoveReason
     MOVE_REASON_UNSPECIFIED: _MoveReason.ValueType  # 0
     """Not sent."""
     MOVE_REASON_DRAIN: _MoveReason.ValueType  # 1
-    """Operators empty the instance, and another one can take the request now."""
+    """Operators empty the instance, or it sends nothing any more, and another one can take the request now."""
     MOVE_REASON_LOST: _MoveReason.ValueType  # 2
     """The instance's agent is gone, and perhaps its machine. The request leaves only if the instance sends nothing and takes no
     connections either; it then has failed there.
@@ -120,7 +120,7 @@ class MoveReason(_MoveReason, metaclass=_MoveReasonEnumTypeWrapper):
 MOVE_REASON_UNSPECIFIED: MoveReason.ValueType  # 0
 """Not sent."""
 MOVE_REASON_DRAIN: MoveReason.ValueType  # 1
-"""Operators empty the instance, and another one can take the request now."""
+"""Operators empty the instance, or it sends nothing any more, and another one can take the request now."""
 MOVE_REASON_LOST: MoveReason.ValueType  # 2
 """The instance's agent is gone, and perhaps its machine. The request leaves only if the instance sends nothing and takes no
 connections either; it then has failed there.
@@ -222,6 +222,7 @@ class SessionRequest(_message.Message):
     OPEN_STREAM_FIELD_NUMBER: _builtins.int
     END_SESSION_FIELD_NUMBER: _builtins.int
     OWNER_CLAIM_FIELD_NUMBER: _builtins.int
+    HEARD_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___GatewayHello:
@@ -262,6 +263,10 @@ class SessionRequest(_message.Message):
         """Reports that another router claims to own a pool that the receiving router claims too."""
 
     @_builtins.property
+    def heard(self) -> Global___Heard:
+        """Reports which instances have sent something."""
+
+    @_builtins.property
     def batch(self) -> Global___SessionRequestBatch:
         """Several messages in one. None of them is a batch."""
 
@@ -277,13 +282,14 @@ class SessionRequest(_message.Message):
         open_stream: Global___OpenStream | None = ...,
         end_session: Global___EndSession | None = ...,
         owner_claim: Global___OwnerClaim | None = ...,
+        heard: Global___Heard | None = ...,
         batch: Global___SessionRequestBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "end_session", b"end_session", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "open_stream", b"open_stream", "owner_claim", b"owner_claim", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "end_session", b"end_session", "finished", b"finished", "first_token", b"first_token", "heard", b"heard", "hello", b"hello", "kind", b"kind", "open_stream", b"open_stream", "owner_claim", b"owner_claim", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "end_session", b"end_session", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "open_stream", b"open_stream", "owner_claim", b"owner_claim", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "end_session", b"end_session", "finished", b"finished", "first_token", b"first_token", "heard", b"heard", "hello", b"hello", "kind", b"kind", "open_stream", b"open_stream", "owner_claim", b"owner_claim", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "place", "step_done", "first_token", "finished", "usage", "open_stream", "end_session", "owner_claim", "batch"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "place", "step_done", "first_token", "finished", "usage", "open_stream", "end_session", "owner_claim", "heard", "batch"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -584,6 +590,11 @@ class PlacementRequest(_message.Message):
     PARKED_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
     MOVABLE_FIELD_NUMBER: _builtins.int
+    BEGUN_BY_FIELD_NUMBER: _builtins.int
+    LONGEST_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    SEQUENCE_TOKENS_FIELD_NUMBER: _builtins.int
+    STREAMED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request, unique. Required. While the request is open, a placement request with the same id and model is answered
     with the same placement; with another model it is refused with INVALID_ARGUMENT. After the request has ended, other than as
@@ -596,7 +607,7 @@ class PlacementRequest(_message.Message):
     session_id: _builtins.str
     """Id of the session, unique within the tenant. Empty if unknown."""
     input_tokens: _builtins.int
-    """Number of tokens of the prompt; an estimate if the model's tokenizer is not known."""
+    """Number of tokens of the prompt (of several: see sequences); an estimate if the model's tokenizer is not known."""
     max_output_tokens: _builtins.int
     """Maximum number of output tokens that the client requested; 0 if it set no limit."""
     traceparent: _builtins.str
@@ -636,6 +647,19 @@ class PlacementRequest(_message.Message):
     """
     movable: _builtins.bool
     """Whether the gateway can move the request to another instance (SessionResponse.move), also after its answer has begun."""
+    longest_prompt_tokens: _builtins.int
+    """Number of tokens of the request's longest prompt, which the context of an instance has to hold. 0: input_tokens."""
+    sequences: _builtins.int
+    """Number of sequences that the engine runs for the request: its prompts, times the answers (`n`) to each. 0 counts as 1. Of
+    several prompts, keys are those of the first one, and input_tokens is the number of tokens that an engine with an empty cache
+    computes: what all prompts begin with counts once.
+    """
+    sequence_tokens: _builtins.int
+    """Sum of the prompt tokens of all sequences, those of each in full. 0 counts as input_tokens."""
+    streamed: _builtins.bool
+    """Whether the gateway reports the first token of the response when it comes, since the response is streamed. Without it a request
+    counts as unanswered only after the time that its whole response may take.
+    """
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Keys of the prompt's full 16-token blocks, in order, computed as GatewayWelcome.key_scheme describes. Empty if the tokenizer
@@ -667,6 +691,10 @@ class PlacementRequest(_message.Message):
     def parked(self) -> _duration_pb2.Duration:
         """How long the request was parked by earlier owners of the pool. Absent: it was not."""
 
+    @_builtins.property
+    def begun_by(self) -> _agent_pb2.EngineIdentity:
+        """With resumed: what is known of the engines that answered so far. No instance that is known to differ goes on."""
+
     def __init__(
         self,
         *,
@@ -692,10 +720,15 @@ class PlacementRequest(_message.Message):
         parked: _duration_pb2.Duration | None = ...,
         resumed: _builtins.bool = ...,
         movable: _builtins.bool = ...,
+        begun_by: _agent_pb2.EngineIdentity | None = ...,
+        longest_prompt_tokens: _builtins.int = ...,
+        sequences: _builtins.int = ...,
+        sequence_tokens: _builtins.int = ...,
+        streamed: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "deadline", b"deadline", "parked", b"parked", "ttft_deadline", b"ttft_deadline"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "begun_by", b"begun_by", "deadline", b"deadline", "parked", b"parked", "ttft_deadline", b"ttft_deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "continues_session", b"continues_session", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "max_output_tokens", b"max_output_tokens", "model", b"model", "movable", b"movable", "parent_session_id", b"parent_session_id", "parkable", b"parkable", "parked", b"parked", "priority", b"priority", "request_id", b"request_id", "resumed", b"resumed", "session_id", b"session_id", "single_instance", b"single_instance", "sliceable_tokens", b"sliceable_tokens", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_deadline", b"ttft_deadline", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "begun_by", b"begun_by", "continues_session", b"continues_session", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "longest_prompt_tokens", b"longest_prompt_tokens", "max_output_tokens", b"max_output_tokens", "model", b"model", "movable", b"movable", "parent_session_id", b"parent_session_id", "parkable", b"parkable", "parked", b"parked", "priority", b"priority", "request_id", b"request_id", "resumed", b"resumed", "sequence_tokens", b"sequence_tokens", "sequences", b"sequences", "session_id", b"session_id", "single_instance", b"single_instance", "sliceable_tokens", b"sliceable_tokens", "streamed", b"streamed", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_deadline", b"ttft_deadline", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -764,6 +797,10 @@ class InstanceRef(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     DATA_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
     KV_TRANSFER_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    MODEL_ROOT_FIELD_NUMBER: _builtins.int
+    MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    LORA_NAMES_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Id of the instance in the fleet."""
     url: _builtins.str
@@ -772,9 +809,23 @@ class InstanceRef(_message.Message):
     """Incarnation of the instance."""
     data_parallel_rank: _builtins.int
     """Index of the rank among those of the server at `url`, to send as X-data-parallel-rank. Absent: send no such header."""
+    model_root: _builtins.str
+    """Path or hub id from which the instance has its tokenizer, as Instance.model_root."""
+    max_model_len: _builtins.int
+    """Maximum context length of the instance, in tokens. 0 if unknown."""
     @_builtins.property
     def kv_transfer(self) -> _agent_pb2.KvTransfer:
         """How the instance transfers KV. Absent if it cannot."""
+
+    @_builtins.property
+    def identity(self) -> _agent_pb2.EngineIdentity:
+        """What makes the instance interchangeable with others, as far as it is known."""
+
+    @_builtins.property
+    def lora_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the LoRA adapters that the instance has loaded. Routers of earlier versions send none: if no instance of a pool has
+        an adapter of Pool.lora_names, each may have it.
+        """
 
     def __init__(
         self,
@@ -784,10 +835,14 @@ class InstanceRef(_message.Message):
         incarnation: _builtins.str = ...,
         data_parallel_rank: _builtins.int | None = ...,
         kv_transfer: _agent_pb2.KvTransfer | None = ...,
+        identity: _agent_pb2.EngineIdentity | None = ...,
+        model_root: _builtins.str = ...,
+        max_model_len: _builtins.int = ...,
+        lora_names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "kv_transfer", b"kv_transfer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "identity", b"identity", "kv_transfer", b"kv_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_transfer", b"kv_transfer", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "identity", b"identity", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_transfer", b"kv_transfer", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "model_root", b"model_root", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
     _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015
@@ -808,6 +863,7 @@ class Placement(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     DEGRADED_FIELD_NUMBER: _builtins.int
     RUNNER_UP_FIELD_NUMBER: _builtins.int
+    DOUBTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     decision_id: _builtins.str
@@ -821,6 +877,11 @@ class Placement(_message.Message):
     runner_up: _builtins.str
     """Id of the instance with the best score besides the step's, for a gateway whose proxy has to know it before the step's instance
     fails. Nothing is reserved there. Empty if the policy compared no other instance.
+    """
+    doubted: _builtins.bool
+    """Whether the step's instance answered the last request with an error, or has not answered any yet, and the pool has others. If it
+    answers this request with 4xx, the gateway should ask another instance, in another attempt, before it lets the client have the
+    error: either that one answers, and FirstToken.refused_by names this instance, or it repeats the error.
     """
     @_builtins.property
     def step(self) -> Global___Step:
@@ -836,10 +897,11 @@ class Placement(_message.Message):
         cached_tokens: _builtins.int = ...,
         degraded: _builtins.bool = ...,
         runner_up: _builtins.str = ...,
+        doubted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decision_id", b"decision_id", "degraded", b"degraded", "last", b"last", "request_id", b"request_id", "runner_up", b"runner_up", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decision_id", b"decision_id", "degraded", b"degraded", "doubted", b"doubted", "last", b"last", "request_id", b"request_id", "runner_up", b"runner_up", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -939,6 +1001,32 @@ class Parked(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Parked: _TypeAlias = Parked  # noqa: Y015
+
+@_typing.final
+class Heard(_message.Message):
+    """Reports the instances of which the gateway has received bytes of responses since the last such message on the session. Sent every
+    other second while there are any. An instance that sends nothing, while a first token is long overdue, gets no more requests.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def instance_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the instances."""
+
+    def __init__(
+        self,
+        *,
+        instance_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_ids", b"instance_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Heard: _TypeAlias = Heard  # noqa: Y015
 
 @_typing.final
 class Move(_message.Message):
@@ -1087,7 +1175,7 @@ class FirstToken(_message.Message):
     """Id of the request."""
     @_builtins.property
     def refused_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of the instances that answered earlier attempts of this request with 5xx. Since another instance answers the request,
+        """Ids of the instances that answered earlier attempts of this request with an error (4xx or 5xx). Since another instance answers the request,
         these instances were at fault, and not the request.
         """
 
@@ -1188,6 +1276,8 @@ class Finished(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     CACHED_BY_TIER_FIELD_NUMBER: _builtins.int
+    BROKE_FIELD_NUMBER: _builtins.int
+    ALIKE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     outcome: Global___Outcome.ValueType
@@ -1203,9 +1293,13 @@ class Finished(_message.Message):
     http_status: _builtins.int
     """HTTP status of the engine's response; 0 if there was none."""
     refused: _builtins.bool
-    """Whether the instance itself answered with 5xx, which may be the fault of the request as well as of the instance."""
+    """Whether the instance itself answered with an error (4xx or 5xx), which may be the fault of the request as well as of the instance."""
     finish_reason: Global___FinishReason.ValueType
     """Finish reason of the response; of a response with several choices, that of the last one."""
+    broke: _builtins.bool
+    """Whether the instance broke the connection after it had received the request, which may be the fault of the request: it may
+    have killed the engine.
+    """
     @_builtins.property
     def timings(self) -> Global___Timings:
         """Times at the gateway. Absent if they were not measured."""
@@ -1218,6 +1312,12 @@ class Finished(_message.Message):
     def cached_by_tier(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedTokens]:
         """The tiers of the cached_tokens, as far as known. Each tier occurs at most once, and the sum is at most cached_tokens. vLLM
         reports one number for all tiers, so Pointsman's gateway leaves this empty.
+        """
+
+    @_builtins.property
+    def alike(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the instances at which earlier attempts of the request failed in the same way: with the same status, or as broke says.
+        The request is at fault, it is tried on no further instance, and the failures do not count against those instances.
         """
 
     def __init__(
@@ -1235,10 +1335,12 @@ class Finished(_message.Message):
         refused: _builtins.bool = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         cached_by_tier: _abc.Iterable[Global___CachedTokens] | None = ...,
+        broke: _builtins.bool = ...,
+        alike: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_prompt_tokens", b"_prompt_tokens", "cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_prompt_tokens", b"_prompt_tokens", "cached_by_tier", b"cached_by_tier", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "http_status", b"http_status", "outcome", b"outcome", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "refused", b"refused", "refused_by", b"refused_by", "request_id", b"request_id", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_prompt_tokens", b"_prompt_tokens", "alike", b"alike", "broke", b"broke", "cached_by_tier", b"cached_by_tier", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "http_status", b"http_status", "outcome", b"outcome", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "refused", b"refused", "refused_by", b"refused_by", "request_id", b"request_id", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015
@@ -1682,9 +1784,9 @@ class Pool(_message.Message):
     model: _builtins.str
     """Name of the pool."""
     model_root: _builtins.str
-    """Path or hub id from which the tokenizer is loaded."""
+    """Path or hub id from which the tokenizer is loaded: that of the most instances."""
     max_model_len: _builtins.int
-    """Maximum context length, in tokens: the smallest of the pool's instances. 0 if unknown."""
+    """Maximum context length, in tokens: the largest of the pool's instances. 0 if unknown."""
     @_builtins.property
     def served_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Further model names that the pool's engines answer to, without model."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
+from pointsman_common.core.addresses import address_of_url
+
 _OPTIONS = frozenset(
     {
         "events",
@@ -54,20 +56,12 @@ class EngineAddress:
 
     @property
     def host(self) -> str:
-        """Host of `url` in the form of a ZMQ address: IPv6 in brackets."""
-        host = urlsplit(self.url).hostname or ""
-        return f"[{host}]" if ":" in host else host
-
-    @property
-    def port(self) -> int:
-        """Port of `url`."""
-        return _port(self.url)
+        """Host of `url`, without brackets."""
+        return address_of_url(self.url).host
 
     def instance_id(self, rank: int | None) -> str:
         """Return the fleet-wide name: host:port of the advertised URL, with "/rank" unless `rank` is None."""
-        parts = urlsplit(self.advertise)
-        host = parts.hostname or ""
-        name = f"{f'[{host}]' if ':' in host else host}:{_port(self.advertise)}"
+        name = str(address_of_url(self.advertise))
         return name if rank is None else f"{name}/{rank}"
 
 
@@ -114,16 +108,6 @@ def parse_engine_address(text: str) -> EngineAddress:
     )
 
 
-def connect_address(endpoint: str | None, host: str) -> str:
-    """Return the address at which a subscriber reaches `endpoint` of an engine on `host`: wildcards become the host."""
-    if not endpoint:
-        return ""
-    for wildcard in ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:", "tcp://:::"):
-        if endpoint.startswith(wildcard):
-            return f"tcp://{host}:{endpoint.removeprefix(wildcard)}"
-    return endpoint
-
-
 def offset_port(endpoint: str, rank: int) -> str:
     """Return `endpoint` for data-parallel rank `rank`. vLLM adds the rank to the number after the last colon of an endpoint that
     contains "tcp", which may also be an ipc:// path (`ipc:///run/kv/tcp-events:1`)."""
@@ -131,11 +115,6 @@ def offset_port(endpoint: str, rank: int) -> str:
     if not rank or "tcp" not in endpoint or not number.isdecimal():
         return endpoint
     return f"{base}:{int(number) + rank}"
-
-
-def _port(url: str) -> int:
-    parts = urlsplit(url)
-    return parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def _base(text: str, url: str) -> str:

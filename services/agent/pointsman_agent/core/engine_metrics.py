@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from pointsman_agent.core.wire_numbers import finite, share, uint32, uint64
+from pointsman_agent.core.wire_numbers import finite, moment, share, uint32, uint64
+from pointsman_common.core.engine_identity import EngineIdentity
 
+# Series -> the field of Sample and of the protocol's Load, and what a number of it is. Some have a second, older name.
 _GAUGES_AND_COUNTERS: Mapping[str, tuple[str, Callable[[object], float]]] = {
     "vllm:num_requests_running": ("running", uint32),
     "vllm:num_requests_waiting": ("waiting", uint32),
@@ -22,7 +24,14 @@ _GAUGES_AND_COUNTERS: Mapping[str, tuple[str, Callable[[object], float]]] = {
     "vllm:external_prefix_cache_queries_total": ("external_prefix_cache_queries", uint64),
     "vllm:external_prefix_cache_hits_total": ("external_prefix_cache_hits", uint64),
     "vllm:num_preemptions_total": ("preemptions", uint64),
+    "vllm:gpu_cache_usage_perc": ("kv_usage", share),
+    "vllm:gpu_prefix_cache_queries_total": ("prefix_cache_queries", uint64),
+    "vllm:gpu_prefix_cache_hits_total": ("prefix_cache_hits", uint64),
 }
+FIGURES = tuple(dict.fromkeys(field_name for field_name, _ in _GAUGES_AND_COUNTERS.values()))
+"""The fields of Sample that are unknown (None) if the page has no number for them."""
+EXTERNAL_FIGURES = frozenset(name for name in FIGURES if name.startswith("external_"))
+"""Those that engines without a KV connector need not have."""
 _CACHE_CONFIG = "vllm:cache_config_info"
 _SLEEP_STATE = "vllm:engine_sleep_state"
 _SLEEP_STATES = frozenset({"awake", "weights_offloaded", "discard_all"})
@@ -35,6 +44,7 @@ _IN_PROGRESS = ("vllm:sleep_mode_operations_in_flight", "vllm:rl_weight_update_o
 _KV_TRANSFER = "pointsman_kv_transfer_info"
 _TOKENIZER = "pointsman_tokenizer_info"
 _ENGINE = "pointsman_engine_info"
+_IDENTITY = "pointsman_engine_identity_info"
 _WRONG_KV = "pointsman_kv_wrong_requests_total"
 _PROCESS_START = "process_start_time_seconds"
 # An engine has this counter only if it decodes speculatively.
@@ -49,6 +59,7 @@ NAMES = (
     _KV_TRANSFER,
     _TOKENIZER,
     _ENGINE,
+    _IDENTITY,
     _WRONG_KV,
     _PROCESS_START,
     _DRAFTS,
@@ -60,28 +71,35 @@ _LINE = re.compile(
 )
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _ESCAPE = re.compile(r"\\(.)")
+# Path of a model in huggingface_hub's cache.
+_KEPT = re.compile(r"(?:.*/)?models--([^/]+)/snapshots/([^/]+)/?")
 
 N = TypeVar("N")
 
 
 @dataclass(slots=True)
 class Sample:
-    """Metrics of one rank. Counters count from the engine's start."""
+    """Metrics of one rank. Counters count from the engine's start. None: the page has no number for it."""
 
-    running: int = 0  # requests
-    waiting: int = 0  # requests
-    kv_usage: float = 0  # share of KV blocks in use, 0 to 1
-    generation_tokens: int = 0  # counter
-    prefix_cache_queries: int = 0  # counter, tokens
-    prefix_cache_hits: int = 0  # counter, tokens
-    external_prefix_cache_queries: int = 0  # counter, tokens
-    external_prefix_cache_hits: int = 0  # counter, tokens
-    preemptions: int = 0  # counter
+    running: int | None = None  # requests
+    waiting: int | None = None  # requests
+    kv_usage: float | None = None  # share of KV blocks in use, 0 to 1
+    generation_tokens: int | None = None  # counter
+    prefix_cache_queries: int | None = None  # counter, tokens
+    prefix_cache_hits: int | None = None  # counter, tokens
+    external_prefix_cache_queries: int | None = None  # counter, tokens
+    external_prefix_cache_hits: int | None = None  # counter, tokens
+    preemptions: int | None = None  # counter
     speculative: bool = False  # the engine decodes speculatively
     awake: float = 1  # 0 or 1
     weights_offloaded: float = 0  # 1 in sleep level 1, else 0
     discard_all: float = 0  # 1 in sleep level 2, else 0
     cache_config: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The names of the FIGURES that the page has no number for."""
+        return tuple(name for name in FIGURES if getattr(self, name) is None)
 
     @property
     def block_size(self) -> int:
@@ -112,17 +130,20 @@ class WrongSender(NamedTuple):
 class Scrape:
     """One parsed page. The labels that the connector package announces are empty for an engine without the package."""
 
-    # S of the engine's wall clock; None if the process does not report it (several API server processes).
+    # S of the engine's wall clock; None if the process does not report it (several API server processes), or no number.
     process_start: float | None
     ranks: Mapping[int, Sample]  # by the `engine` label
     kv_transfer: Mapping[str, str] = field(default_factory=dict)  # announced labels
     tokenizer: Mapping[str, str] = field(default_factory=dict)  # announced labels
     engine: Mapping[str, str] = field(default_factory=dict)  # announced labels
+    announced_identity: Mapping[str, str] = field(default_factory=dict)  # announced labels
     # Sending engine -> number of requests whose KV differed from its checksums.
     wrong_kv: Mapping[WrongSender, int] = field(default_factory=dict)
     # Name of a sleep or weight operation -> number of completed ones since the engine's start.
     completed: Mapping[str, int] = field(default_factory=dict)
     in_progress: frozenset[str] = frozenset()  # names of the operations that have not ended
+    # Series -> why its value is no number of its field. The value counts as missing.
+    bad: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def run(self) -> str:
@@ -147,6 +168,29 @@ class Scrape:
         return threshold if threshold < _integer(self.engine.get("max_num_batched_tokens")) else 0
 
     @property
+    def max_num_seqs(self) -> int:
+        """Maximum number of requests in the engine's batch; 0 if the engine does not announce it."""
+        return _integer(self.engine.get("max_num_seqs"))
+
+    def identity(self, root: str, rank: int) -> EngineIdentity:
+        """Return what is known of what makes a rank interchangeable with others. `root`: the model's root in /v1/models."""
+        told = self.announced_identity
+        kept = _KEPT.fullmatch(root)
+        root, revision = (kept[1].replace("--", "/"), kept[2]) if kept is not None else (root, "")
+        cache = self.ranks[rank].cache_config.get("cache_dtype", "") if rank in self.ranks else ""
+        # Labels of a newer connector package are ignored.
+        known = {name: told[name] for name in EngineIdentity.__struct_fields__ if told.get(name)}
+        return EngineIdentity(
+            **{
+                "weights": root,
+                "revision": revision,
+                "kv_dtype": cache,
+                "tokenizer": self.tokenizer.get("tokenizer", ""),
+            }
+            | known
+        )
+
+    @property
     def kv_token_bytes(self) -> int:
         """Size of the KV of one token on each device, in bytes; 0 if the engine does not announce it."""
         return _integer(self.engine.get("kv_token_bytes"), uint64)
@@ -163,33 +207,46 @@ class Scrape:
 
 
 def parse_metrics(page: bytes) -> Scrape:
-    """Parse a page. Ranks without a `vllm:` series are absent. Raises ValueError, with the series' name, if a value is no number
-    of the field that it is sent in."""
+    """Parse a page. Ranks without a `vllm:` series are absent. A value that is no number of the field that it is sent in is
+    unknown; `Scrape.bad` names its series."""
     process_start: float | None = None
     ranks: dict[int, Sample] = {}
     announced: dict[str, dict[str, str]] = {}
     wrong_kv: dict[WrongSender, int] = {}
     completed: dict[str, int] = {}
     in_progress: set[str] = set()
+    bad: dict[str, str] = {}
+
+    def number(name: str, value: object, parse: Callable[[object], N]) -> N | None:
+        try:
+            return parse(value)
+        except ValueError as error:
+            bad[name] = str(error)
+            return None
+
     for match in _LINE.finditer(page):
         name = match[1].decode()
         if name == _PROCESS_START:
-            process_start = _number(name, match[3], finite)
+            process_start = number(name, match[3], moment)
             continue
         labels = _labels(match[2])
-        if name in (_KV_TRANSFER, _TOKENIZER, _ENGINE):
+        if name in (_KV_TRANSFER, _TOKENIZER, _ENGINE, _IDENTITY):
             announced[name] = labels
             continue
         if name == _WRONG_KV:
             receiver = _integer(labels["engine"]) if "engine" in labels else None
             sender = WrongSender(labels.get("sender", ""), labels.get("engine_id", ""), receiver)
-            wrong_kv[sender] = _number(name, wrong_kv.get(sender, 0) + _number(name, match[3], uint64), uint64)
+            before, here = wrong_kv.get(sender, 0), number(name, match[3], uint64)
+            # A sender that is named is refused, whatever its number.
+            total = None if here is None else number(name, before + here, uint64)
+            wrong_kv[sender] = max(before, 1) if total is None else total
             continue
         if name in _COMPLETED:
-            completed[labels.get("operation", "")] = _number(name, match[3], uint64)
+            if (ended := number(name, match[3], uint64)) is not None:
+                completed[labels.get("operation", "")] = ended
             continue
         if name in _IN_PROGRESS:
-            if _number(name, match[3], finite) > 0:
+            if (number(name, match[3], finite) or 0) > 0:
                 in_progress.add(labels.get("operation", ""))
             continue
         sample = ranks.setdefault(_integer(labels.get("engine")), Sample())
@@ -198,20 +255,24 @@ def parse_metrics(page: bytes) -> Scrape:
         elif name == _DRAFTS:
             sample.speculative = True
         elif name == _SLEEP_STATE:
-            if (state := labels.get("sleep_state")) in _SLEEP_STATES:
-                setattr(sample, state, _number(name, match[3], finite))
+            state, flag = labels.get("sleep_state"), number(name, match[3], finite)
+            if state in _SLEEP_STATES and flag is not None:
+                setattr(sample, state, flag)
         else:
             attribute, parse = _GAUGES_AND_COUNTERS[name]
-            setattr(sample, attribute, _number(name, match[3], parse))
+            if (figure := number(name, match[3], parse)) is not None:
+                setattr(sample, attribute, figure)
     return Scrape(
         process_start,
         ranks,
         kv_transfer=announced.get(_KV_TRANSFER, {}),
         tokenizer=announced.get(_TOKENIZER, {}),
         engine=announced.get(_ENGINE, {}),
+        announced_identity=announced.get(_IDENTITY, {}),
         wrong_kv=wrong_kv,
         completed=completed,
         in_progress=frozenset(in_progress),
+        bad=bad,
     )
 
 
@@ -223,18 +284,11 @@ def hardware_word(name: str) -> str:
 def _labels(text: bytes | None) -> dict[str, str]:
     if not text:
         return {}
-    return {name: _ESCAPE.sub(_unescape, value) for name, value in _LABEL.findall(text.decode())}
+    return {name: _ESCAPE.sub(_unescape, value) for name, value in _LABEL.findall(text.decode(errors="replace"))}
 
 
 def _unescape(match: re.Match[str]) -> str:
     return "\n" if match[1] == "n" else match[1]
-
-
-def _number(name: str, value: object, parse: Callable[[object], N]) -> N:
-    try:
-        return parse(value)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
 
 
 def _integer(text: str | None, parse: Callable[[object], int] = uint32) -> int:

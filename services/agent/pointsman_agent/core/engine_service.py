@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pointsman_agent.core.engine_address import EngineAddress, parse_engine_address
+from pointsman_common.core.addresses import Address
 
 _SERVICE = re.compile(
     r"(?P<namespace>[a-z0-9]([-a-z0-9]*[a-z0-9])?)/(?P<name>[a-z0-9]([-a-z0-9]*[a-z0-9])?)"
@@ -55,8 +56,8 @@ def parse_engine_service(text: str) -> EngineService:
 
 
 class ServiceEndpoints:
-    """The EndpointSlices of one Service. Endpoints that are not ready, or terminating, are no engines: a pod that ends still
-    answers, and gets nothing new."""
+    """The EndpointSlices of one Service. Terminating endpoints are no engines: a pod that ends still answers, and gets nothing
+    new. Endpoints that are not ready are engines that get nothing meanwhile: a busy engine can fail its readiness probe."""
 
     def __init__(self, service: EngineService) -> None:
         self._service = service
@@ -74,23 +75,43 @@ class ServiceEndpoints:
             self._slices[changed["metadata"]["name"]] = changed
 
     def engines(self) -> dict[str, EngineAddress]:
-        """Return the engines by their URL. An endpoint may be in two slices while it moves from one to the other."""
-        found: dict[str, EngineAddress] = {}
-        for endpoint_slice in self._slices.values():
-            if endpoint_slice.get("addressType") not in ("IPv4", "IPv6"):
-                continue
+        """Return the engines by their URL, one for each pod.
+
+        An endpoint may be in two slices while it moves from one to the other, and a pod with addresses of both families is in a
+        slice of each. Its IPv4 address counts if it has one.
+        """
+        return {address.url: address for address, _ in self._pods().values()}
+
+    def not_ready(self) -> frozenset[str]:
+        """Return the URLs of the engines that no slice has as ready."""
+        return frozenset(address.url for address, ready in self._pods().values() if not ready)
+
+    def _pods(self) -> dict[str, tuple[EngineAddress, bool]]:
+        """Return each pod's address, and whether a slice has it as ready. The slices of the families change one after the other:
+        a pod is an engine only while none of them has it as terminating."""
+        found: dict[str, tuple[EngineAddress, bool]] = {}
+        ended: set[str] = set()
+        # Of two slices' addresses the last one stays.
+        for endpoint_slice in sorted(self._slices.values(), key=_address_type, reverse=True):
             port = _port(endpoint_slice.get("ports") or (), self._service.port)
-            for endpoint in (endpoint_slice.get("endpoints") or ()) if port else ():
-                if _is_ready(endpoint.get("conditions") or {}):
-                    # All addresses of an endpoint are the same pod's.
-                    address = _address(self._service, endpoint["addresses"][0], port)
-                    found[address.url] = address
-        return found
+            if not port or _address_type(endpoint_slice) not in ("IPv4", "IPv6"):
+                continue
+            for endpoint in endpoint_slice.get("endpoints") or ():
+                # All addresses of an endpoint are the same pod's.
+                if not (ip := next(iter(endpoint.get("addresses") or ()), "")):
+                    continue
+                pod = (endpoint.get("targetRef") or {}).get("uid") or str(Address(ip, port))
+                conditions = endpoint.get("conditions") or {}
+                if conditions.get("terminating"):
+                    ended.add(pod)
+                # An absent condition of readiness counts as true.
+                ready = conditions.get("ready") is not False or (pod in found and found[pod][1])
+                found[pod] = _address(self._service, ip, port), ready
+        return {pod: engine for pod, engine in found.items() if pod not in ended}
 
 
-def _is_ready(conditions: Mapping[str, Any]) -> bool:
-    # An absent condition of readiness counts as true.
-    return conditions.get("ready") is not False and not conditions.get("terminating")
+def _address_type(endpoint_slice: Mapping[str, Any]) -> str:
+    return str(endpoint_slice.get("addressType"))
 
 
 def _port(ports: Iterable[Mapping[str, Any]], wanted: str) -> int:
@@ -108,5 +129,4 @@ def _port(ports: Iterable[Mapping[str, Any]], wanted: str) -> int:
 
 
 def _address(service: EngineService, ip: str, port: int) -> EngineAddress:
-    host = f"[{ip}]" if ":" in ip else ip
-    return parse_engine_address(f"http://{host}:{port}" + (f"?{service.options}" if service.options else ""))
+    return parse_engine_address(f"http://{Address(ip, port)}" + (f"?{service.options}" if service.options else ""))

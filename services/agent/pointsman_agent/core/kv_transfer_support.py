@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman_agent.core.engine_address import KV_PROTOCOLS, EngineAddress
 from pointsman_agent.core.engine_metrics import WrongSender
+from pointsman_common.core.addresses import address_of_url, in_brackets
 
 # vLLM's default of VLLM_MOONCAKE_BOOTSTRAP_PORT.
 BOOTSTRAP_PORT = 8998
@@ -64,6 +64,5 @@ def engine_ids(answer: Mapping[str, Any]) -> dict[int, str]:
 
 def _bootstrap(address: EngineAddress, announced: Mapping[str, str]) -> str:
     """Return the URL of Mooncake's bootstrap server: on the advertised host unless the engine announces another host."""
-    host = announced.get("bootstrap_host") or urlsplit(address.advertise).hostname or ""
-    port = announced.get("bootstrap_port") or BOOTSTRAP_PORT
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    host = announced.get("bootstrap_host") or address_of_url(address.advertise).host
+    return f"http://{in_brackets(host)}:{announced.get('bootstrap_port') or BOOTSTRAP_PORT}"

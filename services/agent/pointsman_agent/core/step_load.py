@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from pointsman.agent.v1 import agent_pb2 as pb
+from pointsman_agent.core.engine_metrics import FIGURES
 
 # What the fields of the protocol's Load can hold, so that each load that is decoded can be sent on. A decoder can check 63 bits.
 _Count32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
@@ -47,6 +48,8 @@ class StepLoad(msgspec.Struct, frozen=True):
         if scraped is not None:
             load.CopyFrom(scraped)
         load.running, load.waiting, load.kv_usage = self.running, self.waiting, self.kv_usage
+        known = {"running", "waiting", "kv_usage"}
+        load.unknown[:] = [name for name in (load.unknown if scraped is not None else FIGURES) if name not in known]
         load.healthy = True
         load.prefill_tokens_left = self.prefill_tokens_left
         load.steps.CopyFrom(pb.StepTotals(**msgspec.structs.asdict(self.totals)))

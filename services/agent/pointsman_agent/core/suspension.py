@@ -52,7 +52,8 @@ class CacheResets:
         sleeping engine is paused, too. So a pause counts from the next scrape on, if that does not show a sleep. Until then
         nothing is placed on the instance.
         """
-        before, self._completed = self._completed, scrape.completed
+        # A count that is no number in one scrape is not new in the next.
+        before, self._completed = self._completed, {**(self._completed or {}), **scrape.completed}
         samples = scrape.ranks.values()
         awake = all(sample.awake for sample in samples)
         done = set()

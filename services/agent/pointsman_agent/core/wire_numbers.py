@@ -24,6 +24,14 @@ def share(value: object) -> float:
     return number
 
 
+def moment(value: object) -> float:
+    """Return a number, or its text, as a float above 0, a time in s since the epoch. Raises ValueError if it is none."""
+    number = finite(value)
+    if number <= 0:
+        raise ValueError(f"{number:g} is no time")
+    return number
+
+
 def finite(value: object) -> float:
     """Return a number, or its text, as a float. Raises ValueError if it is infinite, NaN, or no number."""
     if not isinstance(value, int | float | str | bytes) or isinstance(value, bool):

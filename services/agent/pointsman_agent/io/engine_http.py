@@ -1,28 +1,50 @@
-"""HTTP client of an engine: metrics at every scrape; models, version and event sources when the engine is new."""
+"""HTTP client of an engine: its health; metrics at every scrape; models, version and event sources when the engine is new."""
 
 from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass
+from errno import ECONNREFUSED
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
 import aiohttp
+import msgspec
 
-from pointsman_agent.core.engine_address import EngineAddress, connect_address, offset_port
+from pointsman_agent.core.engine_address import EngineAddress, offset_port
 from pointsman_agent.core.engine_metrics import NAMES, Scrape, parse_metrics
 from pointsman_agent.core.kv_transfer_support import engine_ids
 from pointsman_agent.core.wire_numbers import uint32
 from pointsman_agent.io.kv_subscriber import KvEventSource
+from pointsman_common.core.addresses import connect_endpoint
 
+# Timeout of /metrics, s. A page may be slow to make on an engine that answers requests at once.
+METRICS_ANSWER_S = 10.0
+# Timeout of any other answer, s.
+ANSWER_S = 2.0
 # Timeout of a bootstrap server's answer, s. It answers at once, and loads wait meanwhile.
 BOOTSTRAP_ANSWER_S = 0.5
+# In the body of a 503 of vLLM while its data-parallel ranks change. Up to 0.32 /health answers this, too.
+_SCALING = b"currently scaling"
 _RESTRICTED = "/metrics/?" + "&".join(f"name[]={quote(name, safe=':')}" for name in NAMES)
 
 
+# vLLM 0.22, 0.26 and 0.29 lack the route, 0.31 has it.
+_NO_SOURCES = (
+    "the engine does not tell where its KV events are (no GET /kv_event_sources): give the agent their addresses "
+    "(engines=URL?events=tcp://HOST:5557&replay=tcp://HOST:5657)"
+)
+
+
 class ProbeError(Exception):
-    """The engine did not answer, or its answer is not one of vLLM. The message says which."""
+    """The engine did not answer, or its answer is not one of vLLM. The message says which. `status`: the HTTP status of the
+    answer; 0 without one. `refused`: whether nothing listens at the address."""
+
+    def __init__(self, reason: str, status: int = 0, *, refused: bool = False) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.refused = refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +68,15 @@ class KvEventSources:
 class EngineProbe:
     """An HTTP client of one engine."""
 
-    def __init__(
-        self, address: EngineAddress, *, timeout_s: float, api_key: str = "", tls: ssl.SSLContext | None = None
-    ) -> None:
+    def __init__(self, address: EngineAddress, *, api_key: str = "", tls: ssl.SSLContext | None = None) -> None:
         """`tls` has the trusted authorities for an HTTPS engine; None: the system's."""
         self._address = address
         # A new connection per request: a kept connection would always reach the same process behind a load balancer, and so
-        # hide the load balancer.
+        # hide the load balancer. A new lookup, too: gateways follow a name that moves with their next connection.
+        connector = aiohttp.TCPConnector(force_close=True, use_dns_cache=False, ssl=True if tls is None else tls)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(force_close=True, ssl=True if tls is None else tls),
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=ANSWER_S),
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
         )
         self._restricted = True
@@ -68,6 +89,29 @@ class EngineProbe:
     ) -> None:
         await self._session.close()
 
+    async def alive(self) -> None:
+        """GET /health. Returns if the engine answers and does not say that it is dead. Raises ProbeError; with a `status` if it
+        says that."""
+        try:
+            url, timeout = _url(self._address.url, "/health"), aiohttp.ClientTimeout(total=ANSWER_S)
+            async with self._session.get(url, timeout=timeout) as answer:
+                # 4xx: a server without this route, or one that wants another key.
+                if answer.status < 500 or (answer.status == 503 and _SCALING in await answer.content.read(1_000)):
+                    return
+                raise ProbeError(_refused("/health", answer.status), answer.status)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise _failed("/health", error) from error
+
+    async def unavailable(self) -> bool:
+        """Return whether the engine refuses all requests for a while: GET /v1/models answers 503. Raises ProbeError."""
+        try:
+            await self._json("/v1/models")
+        except ProbeError as error:
+            if error.status == 503:
+                return True
+            raise
+        return False
+
     async def scrape(self) -> Scrape:
         """Read and parse /metrics. Raises ProbeError.
 
@@ -76,13 +120,13 @@ class EngineProbe:
         """
         if self._restricted:
             found = await self._metrics(_RESTRICTED, missing_ok=True)
-            if found is not None and found.ranks and found.process_start is not None:
+            if found is not None and found.ranks and (found.process_start is not None or found.bad):
                 return found
         plain = await self._metrics("/metrics")
         assert plain is not None
         self._restricted = self._restricted and not plain.ranks
         if not plain.ranks:
-            raise ProbeError("no vllm: series in /metrics (is the engine started with --disable-log-stats?)")
+            raise ProbeError("no vllm: series in /metrics (is the engine started with --disable-log-stats?)", 200)
         return plain
 
     async def paused(self) -> bool | None:
@@ -95,13 +139,17 @@ class EngineProbe:
     async def models(self) -> ServedModels:
         """GET /v1/models. Raises ProbeError."""
         entries = (await self._json("/v1/models")).get("data", [])
-        own = [entry for entry in entries if not entry.get("parent")]
+        try:
+            entries = msgspec.convert(entries, list[dict[str, Any]])
+            own = [entry for entry in entries if not entry.get("parent") and entry["id"]]
+        except (msgspec.ValidationError, KeyError) as error:
+            raise ProbeError(f"/v1/models: {error}", 200) from None
         if not own:
-            raise ProbeError("/v1/models names no model")
+            raise ProbeError("/v1/models names no model", 200)
         try:
             max_model_len = uint32(own[0].get("max_model_len") or 0)
         except ValueError as error:
-            raise ProbeError(f"/v1/models: max_model_len: {error}") from None
+            raise ProbeError(f"/v1/models: max_model_len: {error}", 200) from None
         return ServedModels(
             served_names=tuple(entry["id"] for entry in own),
             lora_names=tuple(entry["id"] for entry in entries if entry.get("parent")),
@@ -130,7 +178,12 @@ class EngineProbe:
                     for rank in ranks
                 }
             )
-        answer = await self._json("/kv_event_sources", missing_ok=True)
+        try:
+            answer = await self._json("/kv_event_sources")
+        except ProbeError as error:
+            if error.status != 404:
+                raise
+            return KvEventSources({}, _NO_SOURCES)
         by_rank = {int(rank): _source(config, address.host) for rank, config in answer.items() if _publishes(config)}
         if not by_rank:
             return KvEventSources({}, "the engine publishes no KV events (--kv-events-config)")
@@ -156,14 +209,15 @@ class EngineProbe:
 
     async def _metrics(self, path: str, *, missing_ok: bool = False) -> Scrape | None:
         try:
-            async with self._session.get(_url(self._address.url, path), headers={"Accept": "text/plain"}) as answer:
+            url, timeout = _url(self._address.url, path), aiohttp.ClientTimeout(total=METRICS_ANSWER_S)
+            async with self._session.get(url, headers={"Accept": "text/plain"}, timeout=timeout) as answer:
                 if answer.status != 200:
                     if missing_ok and answer.status == 404:
                         return None
-                    raise ProbeError(_refused(path.partition("?")[0], answer.status))
+                    raise ProbeError(_refused(path.partition("?")[0], answer.status), answer.status)
                 return parse_metrics(await answer.read())
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise ProbeError(_failed(path.partition("?")[0], error)) from error
+            raise _failed(path.partition("?")[0], error) from error
 
     async def _json(self, path: str, *, missing_ok: bool = False) -> dict[str, Any]:
         try:
@@ -171,12 +225,12 @@ class EngineProbe:
                 if missing_ok and answer.status == 404:
                     return {}
                 if answer.status != 200:
-                    raise ProbeError(_refused(path, answer.status))
+                    raise ProbeError(_refused(path, answer.status), answer.status)
                 body = await answer.json()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise ProbeError(_failed(path, error)) from error
+            raise _failed(path, error) from error
         if not isinstance(body, dict):
-            raise ProbeError(f"{path} did not answer with a JSON object")
+            raise ProbeError(f"{path} did not answer with a JSON object", 200)
         return body
 
 
@@ -185,10 +239,13 @@ def _refused(path: str, status: int) -> str:
     return f"{path} answered {status}{hint}"
 
 
-def _failed(path: str, error: Exception) -> str:
+def _failed(path: str, error: Exception) -> ProbeError:
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        return f"{path}: the engine's certificate is not trusted ({error.certificate_error}): set engine_ca to its authority"
-    return f"{path}: {type(error).__name__} {error}".rstrip()
+        return ProbeError(
+            f"{path}: the engine's certificate is not trusted ({error.certificate_error}): set engine_ca to its authority"
+        )
+    refused = isinstance(error, aiohttp.ClientConnectorError) and error.errno == ECONNREFUSED
+    return ProbeError(f"{path}: {type(error).__name__} {error}".rstrip(), refused=refused)
 
 
 def _url(base: str, path: str) -> Any:
@@ -198,12 +255,17 @@ def _url(base: str, path: str) -> Any:
 
 
 def _publishes(config: Any) -> bool:
-    return isinstance(config, dict) and config.get("publisher", "zmq") == "zmq" and bool(config.get("endpoint"))
+    return (
+        isinstance(config, dict)
+        and config.get("enable_kv_cache_events", True) is not False
+        and config.get("publisher", "zmq") == "zmq"
+        and bool(config.get("endpoint"))
+    )
 
 
 def _source(config: dict[str, Any], host: str) -> KvEventSource:
     # Without a buffer the replay socket returns no batch. The subscriber would take this for a publisher that started over.
     replay = config.get("replay_endpoint") if config.get("buffer_steps", 1) else None
     return KvEventSource(
-        connect_address(config["endpoint"], host), connect_address(replay, host), config.get("topic") or ""
+        connect_endpoint(config["endpoint"], host), connect_endpoint(replay or "", host), config.get("topic") or ""
     )

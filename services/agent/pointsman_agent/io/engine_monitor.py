@@ -8,13 +8,17 @@ import math
 import socket
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import structlog
+from msgspec.structs import asdict
 
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman_agent.core.engine_address import EngineAddress
-from pointsman_agent.core.engine_metrics import Sample, Scrape, WrongSender
+from pointsman_agent.core.engine_life import EngineLife
+from pointsman_agent.core.engine_metrics import EXTERNAL_FIGURES, FIGURES, Sample, Scrape, WrongSender
 from pointsman_agent.core.kv_transfer_support import kv_transfer
 from pointsman_agent.core.process_identity import IdentityChange, ProcessIdentity
 from pointsman_agent.core.step_load import StepLoad
@@ -26,16 +30,16 @@ from pointsman_agent.io.instance_reporting import AgentContext, InstanceMonitor,
 
 log = structlog.get_logger()
 
-# Number of consecutive failed scrapes after which an engine is reported unhealthy. One can fail because the engine is busy.
-UNHEALTHY_AFTER = 2
-# Time without an answer after which an engine's instances are removed from the routers, s. Until then the instances stay listed
-# and their keys stay known.
-GONE_AFTER_S = 60.0
-# Maximum interval between two scrapes of an engine that does not answer, s.
-MAX_SCRAPE_PAUSE_S = 5.0
-# Time after a pushed step load during which a failed scrape does not count against the engine, and a scrape does not replace what
-# the step load says, s.
-ALIVE_AFTER_STEP_S = 2.0
+# Number of consecutive failed scrapes after which it is logged that an engine's load is unknown.
+LOAD_UNKNOWN_AFTER = 2
+# Number of consecutive scrapes that lack a rank after which the rank is gone. A page can be incomplete.
+RANKS_GONE_AFTER = 3
+# Maximum interval between two scrapes of an engine that does not answer, s. It may be back, or its name may have moved.
+MAX_SCRAPE_PAUSE_S = 2.0
+# Time after a pushed step load during which a scrape does not replace what the step load says, s.
+STEP_LOAD_COUNTS_S = 2.0
+# Time after the last step load after which an engine that generates tokens pushes none any more, s.
+STEP_LOADS_ENDED_S = 10.0
 # Minimum interval between two step loads sent to the routers, s: at most 20 a second for each instance of a fleet.
 STEP_LOAD_INTERVAL_S = 0.05
 # Interval between two reads of models and adapters, s. Adapters are loaded and unloaded at run time.
@@ -44,6 +48,11 @@ DESCRIBE_EVERY_S = 15.0
 DESCRIBE_ADAPTERS_EVERY_S = 2.0
 # Minimum interval between two logged faults of an engine's scrapes, s. An engine that causes one may do so at each scrape.
 FAULT_INTERVAL_S = 60.0
+# Minimum interval between two warnings of one series of an engine that is missing or no number, s.
+SERIES_INTERVAL_S = 3600.0
+# Why requests are not placed on an engine that lives and answers 503 to all of them.
+UNAVAILABLE = "its API answers 503 (its data-parallel ranks change, or it is paused)"
+NOT_READY = "its endpoint is not ready"
 # Maximum wait of a scrape for the answer of GET /is_paused, s. A scheduler answers between two steps.
 PAUSE_ANSWER_S = 0.2
 
@@ -66,9 +75,6 @@ class EngineMonitor:
         self.address = address
         self.instances: dict[int, InstanceMonitor] = {}
         """By data-parallel rank in the whole deployment (the `engine` label)."""
-        self.healthy = False
-        self.problem = "not scraped yet"
-        """Why nothing is reported or the engine is unhealthy; empty if there is no problem."""
         self.ambiguous_address = False
         """Whether several processes answer at the address (a load balancer)."""
         self.scrapes = 0
@@ -81,21 +87,38 @@ class EngineMonitor:
         self._gpus = gpus
         self._sampler = sampler
         self._identity = ProcessIdentity()
+        self._life = EngineLife(time.monotonic())
+        self._was_healthy = True
+        self._ready = True
+        # Number of failed scrapes in a row, and why the last one failed, or gave no instances.
         self._failures = 0
+        self._scrape_problem = "not scraped yet"
+        # Why the engine refuses all requests, by what it answered last.
+        self._unavailable = ""
         self._faults = WarningLimit(FAULT_INTERVAL_S)
-        self._last_answer = time.monotonic()
-        self._last_loads: dict[int, pb.Load] = {}
+        self._series: defaultdict[str, WarningLimit] = defaultdict(lambda: WarningLimit(SERIES_INTERVAL_S))
+        # The last load of each rank, and when its scrape was answered.
+        self._last_loads: dict[int, tuple[pb.Load, float]] = {}
+        self._reported: tuple[object, ...] = ()
+        self._reported_at = -math.inf
+        self._events = 0
+        self._scrapes_without_ranks = 0
         self._described_at = 0.0
         self._had_adapters = False
         self._cache_resets = CacheResets()
         # The last answer of GET /is_paused; None if the engine has no such route.
         self._paused: bool | None = False
         self._pause_query: asyncio.Task[bool | None] | None = None
-        self._announced: tuple[Mapping[str, str], Mapping[WrongSender, int]] = ({}, {})
+        # Whether /is_paused, like all other routes but /metrics, was answered 503 last.
+        self._pause_refused = False
+        self._announced: tuple[Mapping[str, str], Mapping[str, str], Mapping[WrongSender, int]] = ({}, {}, {})
         # By data-parallel rank as in the instances' description; without those that are unknown.
         self._engine_ids: Mapping[int, str] = {}
         self._run = ""
         self._last_step = -math.inf
+        # The engine's counter of generated tokens, and when it last changed.
+        self._generated: int | None = None
+        self._generated_at = -math.inf
         self._newest_steps: dict[int, tuple[StepLoad, float]] = {}
         self._to_forward: set[int] = set()
         self._pushing: asyncio.TimerHandle | None = None
@@ -106,21 +129,47 @@ class EngineMonitor:
     async def run(self) -> None:
         """Scrape the engine periodically until cancelled. The cancellation saves the instances' state and stops them; after
         leave() they end."""
-        timeout_s = max(2.0, 2 * self._interval)
         try:
-            async with EngineProbe(self.address, timeout_s=timeout_s, api_key=self._api_key, tls=self._tls) as probe:
-                while True:
-                    began = time.monotonic()
-                    await self._scrape(probe)
-                    pause = (
-                        self._interval
-                        if self._failures == 0
-                        else min(MAX_SCRAPE_PAUSE_S, self._interval * self._failures)
-                    )
-                    await self._pause(began + pause - time.monotonic())
+            async with EngineProbe(self.address, api_key=self._api_key, tls=self._tls) as probe:
+                probing = asyncio.create_task(self._probe_life(probe), name=f"probe {self.address.url}")
+                try:
+                    while True:
+                        began = time.monotonic()
+                        await self._scrape(probe)
+                        pause = (
+                            self._interval
+                            if self._failures == 0
+                            else min(MAX_SCRAPE_PAUSE_S, self._interval * self._failures)
+                        )
+                        await self._pause(began + pause - time.monotonic())
+                finally:
+                    probing.cancel()
+                    await asyncio.wait({probing})
         finally:
             self._forget_pause()
             await self._stop(self._goodbye)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests can be sent to the engine: it is described, lives, and is ready."""
+        return bool(self.instances) and self._life.healthy and self._ready
+
+    @property
+    def problem(self) -> str:
+        """Why nothing is reported, the engine is unhealthy, or its load is not known; empty if there is no problem."""
+        if not self._life.healthy:
+            return self._life.problem
+        if not self._ready:
+            return NOT_READY
+        if self._scrape_problem and self.instances:
+            return f"load unknown: {self._scrape_problem}"
+        return self._scrape_problem or self._steps_problem()
+
+    def set_ready(self, ready: bool) -> None:
+        """Set whether the engine's readiness probe passes. Its instances and their keys stay while it does not. Mutates."""
+        if ready != self._ready:
+            self._ready = ready
+            self._report_life()
 
     def leave(self, reason: str) -> None:
         """Make the end of run() the end of the instances, too: the engine does not come back."""
@@ -134,6 +183,7 @@ class EngineMonitor:
         """Record a load that this engine pushed, and forward it to the routers, at most every STEP_LOAD_INTERVAL_S."""
         self.step_loads += 1
         self._last_step = time.monotonic()
+        self._life.sign(self._last_step)
         self._newest_steps[load.rank] = (load, self._last_step)
         self._to_forward.add(load.rank)
         if self._pushing is None:
@@ -146,11 +196,76 @@ class EngineMonitor:
             return
         for rank in self._to_forward:
             load, taken_at = self._newest_steps[rank]
-            if (instance := self.instances.get(rank)) is not None:
-                self._last_loads[rank] = load.to_wire(self._last_loads.get(rank))
-                instance.report_load(self._last_loads[rank], taken_at)
+            if rank in self.instances:
+                scraped, _ = self._last_loads.get(rank, (None, taken_at))
+                self._last_loads[rank] = load.to_wire(scraped), taken_at
+                self._report_load(rank)
         self._to_forward.clear()
         self._pushing = asyncio.get_running_loop().call_later(STEP_LOAD_INTERVAL_S, self._forward_step_loads)
+
+    async def _probe_life(self, probe: EngineProbe) -> None:
+        """Probe the engine's life periodically until cancelled, apart from scrapes, and report what changes."""
+        while True:
+            began = time.monotonic()
+            try:
+                await probe.alive()
+            except ProbeError as error:
+                if self._new_events():
+                    self._life.sign(time.monotonic())
+                if error.status:
+                    self._life.said_dead(str(error), time.monotonic())
+                else:
+                    self._life.silent(str(error), time.monotonic(), refused=error.refused)
+            # As for scrapes: no answer may end the agent.
+            except Exception as error:
+                self._fault("a probe of the engine failed in the agent", error)
+                self._life.silent(f"{type(error).__name__} in its agent: {error}", time.monotonic())
+            else:
+                self._life.probed(time.monotonic())
+            self._report_life()
+            await asyncio.sleep(max(began + self._interval - time.monotonic(), 0.0))
+
+    def _new_events(self) -> bool:
+        """Return whether KV events have arrived since the last call. Mutates."""
+        before, self._events = self._events, sum(instance.event_batches for instance in self.instances.values())
+        return self._events > before
+
+    def _report_life(self) -> None:
+        """Report the last loads again if what is reported with them has changed, or if no scrape has succeeded for a while."""
+        if self._life.healthy is not self._was_healthy:
+            self._was_healthy = self._life.healthy
+            if self._life.healthy:
+                self._log.info("the engine answers again")
+            else:
+                self._log.warning("the engine does not answer", reason=self._life.problem)
+        now = time.monotonic()
+        if self._state() != self._reported or now - self._reported_at > 1.5 * self._interval:
+            for rank in self._last_loads:
+                self._report_load(rank)
+
+    def _state(self) -> tuple[object, ...]:
+        return self.healthy, self.problem, self._unavailable
+
+    def _report_load(self, rank: int) -> None:
+        """Send the last load of a rank, as old as it is, with the engine's health as it is now."""
+        instance, last = self.instances.get(rank), self._last_loads.get(rank)
+        if instance is None or last is None:
+            return
+        load = pb.Load()
+        load.CopyFrom(last[0])
+        load.healthy, load.problem = self.healthy, self.problem
+        load.suspended = self._unavailable or load.suspended
+        before = instance.suspended
+        instance.report_load(load, last[1])
+        self._reported, self._reported_at = self._state(), time.monotonic()
+        if load.suspended != before:
+            self._log.info(
+                "the engine is suspended" if load.suspended else "the engine computes", rank=rank, reason=load.suspended
+            )
+
+    def _fault(self, event: str, error: Exception) -> None:
+        if times := self._faults.occurred(time.monotonic()):
+            self._log.error(event, times=times, exc_info=error)
 
     async def _pause(self, seconds: float) -> None:
         """Wait until the next scrape; less if an instance's monitor ends before."""
@@ -171,49 +286,76 @@ class EngineMonitor:
         try:
             await self._report_scrape(probe)
         except ProbeError as error:
-            await self._scrape_failed(str(error))
+            if error.status:
+                self._life.sign(time.monotonic())
+            self._unavailable = UNAVAILABLE if error.status == 503 and await self._refuses_all(probe) else ""
+            self._scrape_failed(str(error))
         # The other engines share the agent, so no answer of this one may end it.
         except Exception as error:
-            if scrapes := self._faults.occurred(time.monotonic()):
-                self._log.error("a scrape of the engine failed in the agent", scrapes=scrapes, exc_info=error)
-            await self._scrape_failed(f"{type(error).__name__} in its agent: {error}")
+            self._fault("a scrape of the engine failed in the agent", error)
+            self._scrape_failed(f"{type(error).__name__} in its agent: {error}")
+        if self.instances and self._life.gone(time.monotonic()):
+            await self._stop("the engine stopped answering")
+
+    async def _refuses_all(self, probe: EngineProbe) -> bool:
+        try:
+            return await probe.unavailable()
+        except ProbeError:
+            return False
 
     async def _report_scrape(self, probe: EngineProbe) -> None:
         """Scrape the engine and report what it answers. Raises ProbeError."""
         scrape = await probe.scrape()
         taken_at = time.monotonic()
         self.scrapes += 1
+        self._life.sign(taken_at)
+        self._name_series(scrape)
         await self._update_instances(probe, scrape)
         await self._read_pause(probe)
+        self._unavailable = UNAVAILABLE if self._pause_refused else ""
         if self.ambiguous_address:
             return
         paused = bool(self._paused)
         reset = self._cache_resets.observe(scrape, paused=paused)
         gpus = await asyncio.to_thread(self._sampler.sample, self._gpus) if self._gpus else []
+        if self._failures >= LOAD_UNKNOWN_AFTER:
+            self._log.info("the engine's load is known again", failures=self._failures)
+        self._failures, self._scrape_problem = 0, ""
         for rank, instance in self.instances.items():
             if reset:
                 instance.drop_keys(reset)
             if (sample := scrape.ranks.get(rank)) is not None:
-                before = self._last_loads.get(rank)
                 load = _load(sample, gpus, suspension(sample, scrape, paused=paused))
-                if load.suspended != (before.suspended if before is not None else ""):
-                    self._log.info(
-                        "the engine is suspended" if load.suspended else "the engine computes",
-                        rank=rank,
-                        reason=load.suspended,
-                    )
                 steps, stepped_at = self._newest_steps.get(rank, (None, -math.inf))
-                if steps is not None and taken_at - stepped_at < ALIVE_AFTER_STEP_S:
+                if steps is not None and taken_at - stepped_at < STEP_LOAD_COUNTS_S:
                     # The engine's HTTP server may show an earlier step.
                     load = steps.to_wire(load)
-                self._last_loads[rank] = load
-                instance.report_load(load, taken_at)
-        if self._failures >= UNHEALTHY_AFTER:
-            self._log.info("the engine answers again", failures=self._failures)
-        self._failures = 0
-        self._last_answer = taken_at
-        self.healthy = True
-        self.problem = ""
+                self._last_loads[rank] = load, taken_at
+                self._report_load(rank)
+
+    def _name_series(self, scrape: Scrape) -> None:
+        """Log, once in a while for each, the series that are no numbers, and the figures that the page does not have."""
+        now = time.monotonic()
+        for series, reason in scrape.bad.items():
+            if times := self._series[series].occurred(now):
+                self._log.warning(
+                    "a series of /metrics is no number, and counts as unknown",
+                    series=series,
+                    reason=reason,
+                    times=times,
+                )
+        missing = sorted({name for sample in scrape.ranks.values() for name in sample.unknown} - EXTERNAL_FIGURES)
+        if missing and self._series[" ".join(missing)].occurred(now):
+            self._log.warning(
+                "the engine's /metrics does not tell its load fully; what needs it is off", unknown=missing
+            )
+
+    def _steps_problem(self) -> str:
+        """Return that an engine which pushed step loads has ended that while it generates tokens, as vLLM's Rust front end, which
+        loads no stat loggers; "" otherwise."""
+        if self._generated_at - self._last_step < STEP_LOADS_ENDED_S or not math.isfinite(self._last_step):
+            return ""
+        return "the engine's step loads have ended: its load is read from /metrics"
 
     async def _read_pause(self, probe: EngineProbe) -> None:
         """Update whether the engine is paused. An answer that is late counts at a later scrape, so that loads are not delayed."""
@@ -229,31 +371,38 @@ class EngineMonitor:
 
     async def _query_pause(self, probe: EngineProbe) -> bool | None:
         try:
-            return await probe.paused()
+            paused = await probe.paused()
         except ProbeError as error:
             self._log.debug("the engine does not answer whether it is paused", reason=str(error))
+            # That is no pause, after which the cache counts as reset.
+            self._pause_refused = error.status == 503 and await self._refuses_all(probe)
             return self._paused
+        self._pause_refused = False
+        return paused
 
     def _forget_pause(self) -> None:
         """Forget what is known of another process, or at the end."""
         if self._pause_query is not None:
             self._pause_query.cancel()
         self._pause_query, self._paused, self._cache_resets = None, False, CacheResets()
+        self._pause_refused = False
 
     async def _update_instances(self, probe: EngineProbe, scrape: Scrape) -> None:
         """Update `instances` to those of the process that answered. Raises ProbeError."""
-        tokens = sum(sample.generation_tokens for sample in scrape.ranks.values())
-        queries = sum(sample.prefix_cache_queries for sample in scrape.ranks.values())
+        tokens = _total(sample.generation_tokens for sample in scrape.ranks.values())
+        queries = _total(sample.prefix_cache_queries for sample in scrape.ranks.values())
+        if tokens is not None and tokens != self._generated:
+            self._generated, self._generated_at = tokens, time.monotonic()
         seen = self._identity.observe(scrape.process_start, tokens, queries, run=scrape.run)
         self._run = scrape.run
         if seen is IdentityChange.ALTERNATING:
-            self.problem = (
+            self._scrape_problem = (
                 "the address answers for several processes (a load balancer?): give each engine's own address"
             )
             if not self.ambiguous_address:
-                self._log.error("the engine's address is ambiguous", reason=self.problem)
-                await self._stop(self.problem)
-            self.ambiguous_address, self.healthy = True, False
+                self._log.error("the engine's address is ambiguous", reason=self._scrape_problem)
+                await self._stop(self._scrape_problem)
+            self.ambiguous_address = True
             return
         self.ambiguous_address = False
         over = [instance.end_reason for instance in self.instances.values() if instance.ended.is_set()]
@@ -263,11 +412,26 @@ class EngineMonitor:
         elif over:
             await self._stop(over[0])
             await self._start_instances(probe, scrape, saw_start=True, same_process=True)
-        elif set(self.instances) != set(scrape.ranks):
+        elif self._ranks_changed(scrape):
             await self._stop("its data-parallel ranks changed" if self.instances else "")
             await self._start_instances(probe, scrape, saw_start=False)
-        elif _announced(scrape) != self._announced or self._models_are_due():
-            await self._describe_again(probe, scrape)
+        elif self.instances.keys() == scrape.ranks.keys() and (
+            _announced(scrape) != self._announced or self._models_are_due()
+        ):
+            try:
+                await self._describe_again(probe, scrape)
+            except ProbeError as error:
+                # Its load counts all the same.
+                self._log.warning("the engine's models cannot be read again", reason=str(error))
+                self._described_at = time.monotonic()
+
+    def _ranks_changed(self, scrape: Scrape) -> bool:
+        """Return whether the engine has other ranks than its instances. Mutates."""
+        if self.instances.keys() <= scrape.ranks.keys():
+            self._scrapes_without_ranks = 0
+            return self.instances.keys() != scrape.ranks.keys()
+        self._scrapes_without_ranks += 1
+        return self._scrapes_without_ranks >= RANKS_GONE_AFTER
 
     def _models_are_due(self) -> bool:
         if any(instance.instance.lora_names for instance in self.instances.values()):
@@ -340,6 +504,8 @@ class EngineMonitor:
             ),
             shared_storage=self.address.storage,
             kv_token_bytes=scrape.kv_token_bytes,
+            identity=pb.EngineIdentity(**asdict(scrape.identity(models.root, rank))),
+            max_num_seqs=scrape.max_num_seqs,
         )
 
     async def _describe_again(self, probe: EngineProbe, scrape: Scrape) -> None:
@@ -356,6 +522,8 @@ class EngineMonitor:
             after.served_names[:] = models.served_names
             after.lora_names[:] = models.lora_names
             after.model_root = scrape.tokenizer_place(models.root)
+            after.max_model_len, after.max_num_seqs = models.max_model_len, scrape.max_num_seqs
+            after.identity.CopyFrom(pb.EngineIdentity(**asdict(scrape.identity(models.root, rank))))
             # A restart of a process that does not report its start time may be undetected, so the KV transfer support may differ.
             self._describe_kv_transfer(after, scrape, rank)
             if after == before:
@@ -388,28 +556,14 @@ class EngineMonitor:
             return {}
         return await probe.engine_ids(kv.bootstrap_url)
 
-    async def _scrape_failed(self, reason: str) -> None:
+    def _scrape_failed(self, reason: str) -> None:
         self.scrape_failures += 1
-        if time.monotonic() - self._last_step < ALIVE_AFTER_STEP_S:
-            # The engine computes; only its HTTP server is too busy to answer.
-            self.problem = reason
-            return
         self._failures += 1
         self._identity.unreachable()
-        if self._failures == UNHEALTHY_AFTER:
-            self._log.warning("the engine does not answer", reason=reason)
-        self.problem = reason
-        if self._failures < UNHEALTHY_AFTER:
-            return
-        self.healthy = False
-        if self.instances and time.monotonic() - self._last_answer > GONE_AFTER_S:
-            await self._stop("the engine stopped answering")
-            return
-        for rank, instance in self.instances.items():
-            load = pb.Load()
-            load.CopyFrom(self._last_loads.get(rank, pb.Load()))
-            load.healthy = False
-            instance.report_load(load, self._last_answer)
+        self._scrape_problem = reason
+        if self._failures == LOAD_UNKNOWN_AFTER and self._life.healthy:
+            self._log.warning("the engine's load is unknown", reason=reason)
+        self._report_life()
 
     async def _stop(self, goodbye: str) -> None:
         """Stop all instances. A cancellation does not interrupt their stops: the next call, at the latest that at the end of
@@ -436,23 +590,17 @@ def _no_prefix(sample: Sample, sources: KvEventSources, rank: int) -> str:
     return "" if rank in sources.by_rank else f"the engine publishes no KV events for rank {rank}"
 
 
-def _announced(scrape: Scrape) -> tuple[Mapping[str, str], Mapping[WrongSender, int]]:
+def _announced(scrape: Scrape) -> tuple[Mapping[str, str], Mapping[str, str], Mapping[WrongSender, int]]:
     """Return what changes an instance's description when it changes."""
-    return scrape.kv_transfer, scrape.wrong_kv
+    return scrape.kv_transfer, scrape.announced_identity, scrape.wrong_kv
+
+
+def _total(counts: Iterable[int | None]) -> int | None:
+    """Return the sum; None if a part of it is unknown."""
+    known = list(counts)
+    return None if None in known else sum(filter(None, known))
 
 
 def _load(sample: Sample, gpus: list[pb.Gpu], suspended: str) -> pb.Load:
-    return pb.Load(
-        running=sample.running,
-        waiting=sample.waiting,
-        kv_usage=sample.kv_usage,
-        generation_tokens=sample.generation_tokens,
-        prefix_cache_queries=sample.prefix_cache_queries,
-        prefix_cache_hits=sample.prefix_cache_hits,
-        external_prefix_cache_queries=sample.external_prefix_cache_queries,
-        external_prefix_cache_hits=sample.external_prefix_cache_hits,
-        preemptions=sample.preemptions,
-        healthy=True,
-        gpus=gpus,
-        suspended=suspended,
-    )
+    figures: dict[str, Any] = {name: getattr(sample, name) for name in FIGURES}
+    return pb.Load(**figures, unknown=sample.unknown, gpus=gpus, suspended=suspended)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import structlog
@@ -24,9 +24,11 @@ CONNECT_S, ANSWER_S = 5, 15
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 15.0
 
 
-async def follow(service: EngineService, on_engines: Callable[[Mapping[str, EngineAddress]], None]) -> None:
-    """Call `on_engines` with all engines of a Service, by URL, whenever they change, until cancelled. While the API server does
-    not answer, the last ones stay."""
+async def follow(
+    service: EngineService, on_engines: Callable[[Mapping[str, EngineAddress], Collection[str]], None]
+) -> None:
+    """Call `on_engines` with all engines of a Service, by URL, and the URLs of those that are not ready, whenever they change,
+    until cancelled. While the API server does not answer, the last ones stay."""
     # 65 MB of memory, which only an agent that needs it has.
     from kubernetes_asyncio import client
 
@@ -38,11 +40,11 @@ async def follow(service: EngineService, on_engines: Callable[[Mapping[str, Engi
         while True:
             try:
                 version = await _list(api, service, endpoints)
-                on_engines(endpoints.engines())
+                on_engines(endpoints.engines(), endpoints.not_ready())
                 pause_s = FIRST_PAUSE_S
                 async for kind, changed in _watch(api, service, version):
                     endpoints.apply(kind, changed)
-                    on_engines(endpoints.engines())
+                    on_engines(endpoints.engines(), endpoints.not_ready())
                 await asyncio.sleep(FIRST_PAUSE_S)
             # The library passes on what aiohttp, ssl and its own checks raise.
             except Exception as error:

@@ -140,9 +140,15 @@ class InstanceMonitor:
 
     def report_load(self, load: pb.Load, taken_at: float) -> None:
         """Send a new load, sampled at `taken_at`, to all routers."""
+        load.events_problem = self.subscriber.problem if self.subscriber is not None else ""
         self._load = (load, taken_at)
         for reporter in self.reporters:
             reporter.load(load, taken_at)
+
+    @property
+    def event_batches(self) -> int:
+        """Number of batches of KV events that were applied."""
+        return self.cached_blocks.counts.batches
 
     @property
     def suspended(self) -> str:
@@ -228,6 +234,11 @@ class InstanceMonitor:
         elif self.cached_blocks.grouped is not None and not self.instance.sparse_prefixes:
             self.instance.sparse_prefixes = True
             self._log.info("the model has several KV cache groups", groups=str(self.cached_blocks.grouped.groups))
+            for reporter in self.reporters:
+                reporter.describe(self.instance)
+        if self.subscriber is not None and self.subscriber.looks_ahead and not self.instance.uncertain_blocks:
+            self.instance.uncertain_blocks = 1
+            self._log.info("the engine's block hashes cover the tokens after a block: a prefix's last block can miss")
             for reporter in self.reporters:
                 reporter.describe(self.instance)
         for reporter in self.reporters:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -15,7 +16,16 @@ from xxhash import xxh3_64_intdigest
 
 from pointsman_agent.core.cached_blocks import CachedBlocks
 from pointsman_agent.core.event_order import BatchAction, EventOrder
-from pointsman_agent.core.kv_events import decode_batch, decode_seq, encode_seq
+from pointsman_agent.core.kv_events import (
+    BlockStored,
+    decode_batch,
+    decode_seq,
+    encode_seq,
+    lifetime_of,
+    unknown_fields,
+)
+from pointsman_agent.core.warning_limit import WarningLimit
+from pointsman_agent.io.zmq_sockets import needs_ipv6
 
 log = structlog.get_logger()
 
@@ -33,6 +43,10 @@ FIRST_TAIL_CHECK_S = 0.2
 MAX_REPLAYS = 100
 # Number of batches after which other tasks of the event loop may run.
 FAIR_BATCHES = 32
+# Minimum interval between two warnings that events do not arrive or cannot be read, s.
+PROBLEM_INTERVAL_S = 600.0
+# Fields that are not known are looked for in the first batches, and then in one of so many.
+FIELD_CHECKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +76,8 @@ class KvSubscriber:
     """Follows one publisher for one lifetime.
 
     `applied` is the number of the last batch in the cached blocks (-1: none), `applied_digest` the XXH3-64 of its payload (0:
-    unknown). `on_change` is called after each batch that changed the cached blocks' keys.
+    unknown). `on_change` is called after each batch that changed the cached blocks' keys. `problem` says why the newest events
+    did not arrive or could not be read; empty if they did. The first time, and rarely after, it is logged.
     """
 
     def __init__(
@@ -76,6 +91,12 @@ class KvSubscriber:
         applied_digest: int = 0,
     ) -> None:
         self.counts = SubscriberCounts()
+        self.problem = ""
+        self.looks_ahead = False
+        """Whether the engine hashes blocks with tokens after them."""
+        self._problems = WarningLimit(PROBLEM_INTERVAL_S)
+        self._unknown: set[str] = set()
+        self._lifetime = b""
         self._context = context
         self._source = source
         self._cached_blocks = cached_blocks
@@ -101,7 +122,7 @@ class KvSubscriber:
 
         If the publisher cannot confirm restored cached blocks, they are cleared.
         """
-        self._sub = self._socket(zmq.SUB, self._source.events)
+        self._sub = await self._socket(zmq.SUB, self._source.events)
         self._sub.subscribe(self._source.topic.encode())
         if not self._source.replay:
             self._drop("no replay socket to confirm the restored cached blocks")
@@ -110,7 +131,7 @@ class KvSubscriber:
         try:
             return await self._catch_up()
         except ReplayFailed as failed:
-            self.counts.replay_failures += 1
+            self._replay_failed(failed)
             self._drop(str(failed))
             self._sequence = EventOrder()
             return True
@@ -132,9 +153,19 @@ class KvSubscriber:
                     continue
                 frames, coming = coming.result(), asyncio.ensure_future(self._sub.recv_multipart())
                 if len(frames) != 3:
-                    self.counts.undecodable += 1
+                    self._refuse(f"a message of {len(frames)} frames")
                     continue
-                if not await self._live(decode_seq(frames[1]), frames[2]):
+                try:
+                    seq = decode_seq(frames[1])
+                except ValueError as error:
+                    self._refuse(str(error))
+                    continue
+                if self._lifetime and lifetime_of(frames[1]) != self._lifetime:
+                    break
+                self._lifetime = lifetime_of(frames[1])
+                if not frames[2]:
+                    continue  # A heartbeat.
+                if not await self._live(seq, frames[2]):
                     break
                 since_yield += 1
                 if since_yield % FAIR_BATCHES == 0:
@@ -159,8 +190,7 @@ class KvSubscriber:
                 if self._source.replay and not await self._catch_up():
                     return False
             except ReplayFailed as failed:
-                self.counts.replay_failures += 1
-                self._log.warning("missing KV events cannot be replayed", reason=str(failed))
+                self._replay_failed(failed)
             verdict = self._sequence.on_live(seq)
             if verdict is BatchAction.GAP:
                 self._lose(seq)
@@ -175,9 +205,8 @@ class KvSubscriber:
         try:
             return await self._catch_up()
         except ReplayFailed as failed:
-            # The engine has ended or is busy. The scrapes show which, and the next check retries.
-            self.counts.replay_failures += 1
-            self._log.debug("missing KV events cannot be replayed", reason=str(failed))
+            # The engine has ended or is busy, or the address is wrong. The next check retries.
+            self._replay_failed(failed)
             return True
 
     async def _catch_up(self) -> bool:
@@ -215,7 +244,7 @@ class KvSubscriber:
 
     async def _replayed(self, start: int) -> AsyncGenerator[tuple[int, bytes], None]:
         # A new socket per replay: late messages of an earlier replay must not be read as part of this one.
-        socket = self._socket(zmq.DEALER, self._source.replay)
+        socket = await self._socket(zmq.DEALER, self._source.replay)
         try:
             await socket.send_multipart([b"", encode_seq(start)])
             while True:
@@ -226,10 +255,16 @@ class KvSubscriber:
                     raise ReplayFailed(f"{self._source.replay} did not answer in {REPLAY_SILENCE_S:.0f} s") from None
                 if len(frames) < 3:
                     raise ReplayFailed(f"{self._source.replay} answered {len(frames)} frames")
-                seq = decode_seq(frames[-2])
+                try:
+                    seq = decode_seq(frames[-2])
+                except ValueError as error:
+                    raise ReplayFailed(f"{self._source.replay} answered {error}") from None
                 if seq < 0:
+                    if self.problem.startswith(self._source.replay):
+                        self.problem = ""
                     return
-                yield seq, frames[-1]
+                if frames[-1]:
+                    yield seq, frames[-1]
         finally:
             socket.close(linger=0)
 
@@ -240,11 +275,42 @@ class KvSubscriber:
             batch = decode_batch(payload)
         except msgspec.MsgspecError as error:
             # The batch may have removed blocks, so the cached blocks before it may be wrong.
-            self.counts.undecodable += 1
-            self._drop(f"batch {seq} cannot be decoded: {error}")
+            self._refuse(f"batch {seq} cannot be decoded: {error}")
             return
+        self.problem = ""
+        self._note_unknown(seq, payload, batch.unknown)
+        if not self.looks_ahead:
+            self.looks_ahead = any(
+                isinstance(event, BlockStored) and event.lookahead_token_ids for event in batch.events
+            )
         if self._cached_blocks.apply(batch.events):
             self._on_change()
+
+    def _refuse(self, problem: str) -> None:
+        """Note that a message cannot be used, which may have removed blocks."""
+        self.counts.undecodable += 1
+        self._has_problem(problem)
+        self._drop(problem)
+
+    def _replay_failed(self, failed: ReplayFailed) -> None:
+        self.counts.replay_failures += 1
+        self._has_problem(str(failed))
+
+    def _has_problem(self, problem: str) -> None:
+        self.problem = problem
+        if times := self._problems.occurred(time.monotonic()):
+            self._log.warning("KV events do not arrive or cannot be used", reason=problem, times=times)
+
+    def _note_unknown(self, seq: int, payload: bytes, types: Sequence[str]) -> None:
+        """Log types and fields of events that are not known, each once."""
+        found = set(types)
+        if seq < FIELD_CHECKS or seq % FIELD_CHECKS == 0:
+            found |= unknown_fields(payload)
+        if found := found - self._unknown:
+            self._unknown |= found
+            self._log.warning(
+                "KV events have types or fields that are not known; they are skipped", names=sorted(found)
+            )
 
     def _lose(self, seq: int) -> None:
         """Continue at `seq`: batches before it are lost. Clear the cached blocks, unless no batch was applied yet."""
@@ -262,16 +328,17 @@ class KvSubscriber:
         if self._cached_blocks.clear():
             self._on_change()
 
-    def _socket(self, kind: int, address: str) -> zmq.asyncio.Socket:
+    async def _socket(self, kind: int, address: str) -> zmq.asyncio.Socket:
+        # A name of which nothing is known: ZMQ looks it up for both families.
+        ipv6 = await needs_ipv6(address, unknown=True)
         socket = self._context.socket(kind)
+        socket.setsockopt(zmq.IPV6, ipv6)
         socket.setsockopt(zmq.RCVHWM, 100_000)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
         socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
-        if "[" in address:
-            socket.setsockopt(zmq.IPV6, 1)
         try:
             socket.connect(address)
         except zmq.ZMQError:

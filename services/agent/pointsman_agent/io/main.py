@@ -25,6 +25,7 @@ from pointsman_agent.io.monitored_engines import MonitoredEngines
 from pointsman_agent.io.settings import AgentSettings
 from pointsman_agent.io.status import make_app
 from pointsman_agent.io.step_load_receiver import receive_step_loads
+from pointsman_common.core.addresses import parse_address
 from pointsman_common.io.auth import showing
 from pointsman_common.io.channel import ReloadingChannel
 from pointsman_common.io.garbage import collect_garbage
@@ -153,8 +154,7 @@ async def _until_signal(settings: AgentSettings) -> None:
 
 
 async def _serve_status(listen: str, monitors: Sequence[EngineMonitor], resources: AsyncExitStack) -> None:
-    host, _, port = listen.rpartition(":")
     runner = web.AppRunner(make_app(monitors), access_log=None)
     resources.push_async_callback(runner.cleanup)
     await runner.setup()
-    await web.TCPSite(runner, host.strip("[]") or None, int(port)).start()
+    await web.TCPSite(runner, *parse_address(listen).to_listen).start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import structlog
 
@@ -24,15 +24,18 @@ class MonitoredEngines:
         self._make = make
         self._tasks: dict[EngineMonitor, asyncio.Task[None]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
-        self._by_source: dict[str, Mapping[str, EngineAddress]] = {}
+        self._by_source: dict[str, tuple[Mapping[str, EngineAddress], frozenset[str]]] = {}
         self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def set_engines(self, source: str, engines: Mapping[str, EngineAddress]) -> None:
-        """Set the engines of a source, by URL. Those that no source has any more leave the fleet; of an engine that two sources
-        have, the address of the first one counts. An engine whose options have changed is monitored anew. Mutates."""
-        self._by_source[source] = engines
+    def set_engines(self, source: str, engines: Mapping[str, EngineAddress], not_ready: Collection[str] = ()) -> None:
+        """Set the engines of a source, by URL, and the URLs of those that are not ready. Those that no source has any more leave
+        the fleet; of an engine that two sources have, the address and the readiness of the first one count. An engine whose
+        options have changed is monitored anew. Mutates."""
+        self._by_source[source] = engines, frozenset(not_ready)
         wanted: dict[str, EngineAddress] = {}
-        for of_source in self._by_source.values():
+        unready: set[str] = set()
+        for of_source, without in self._by_source.values():
+            unready |= without - wanted.keys()
             wanted = {**of_source, **wanted}
         for monitor in [monitor for monitor in self.all if wanted.get(monitor.address.url) != monitor.address]:
             self._leave(monitor)
@@ -40,6 +43,8 @@ class MonitoredEngines:
         for url, address in wanted.items():
             if url not in monitored:
                 self._start(address)
+        for monitor in self.all:
+            monitor.set_ready(monitor.address.url not in unready)
 
     async def failed(self) -> None:
         """Wait until a monitor ends by a fault, and raise its error."""

@@ -9,7 +9,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pointsman_agent.core.engine_address import parse_engine_address
 from pointsman_agent.core.engine_service import parse_engine_service
-from pointsman_common.io.settings import Entries
+from pointsman_common.io.settings import Entries, OptionalHostPort, Targets
 
 
 class AgentSettings(BaseSettings):
@@ -32,7 +32,7 @@ class AgentSettings(BaseSettings):
         description="Services of Kubernetes whose endpoints are engines, each NAMESPACE/NAME or NAMESPACE/NAME:PORT (a port's "
         "name or number), with options as of an engine; the agent follows their EndpointSlices",
     )
-    routers: Entries = Field(default_factory=list, description="HOST:PORT of each router replica")
+    routers: Targets = Field(default_factory=list, description="HOST:PORT of each router replica")
     state_dir: Path = Field(
         Path(".state/agent"), description="folder for the saved cached blocks of engines; must persist over restarts"
     )
@@ -45,7 +45,9 @@ class AgentSettings(BaseSettings):
     save_interval_s: float = Field(
         5.0, ge=0.1, le=600, description="minimum interval between two saves of the cached blocks, in seconds"
     )
-    metrics_listen: str = Field("127.0.0.1:9101", description="HOST:PORT of /metrics and /health; empty: none")
+    metrics_listen: OptionalHostPort = Field(
+        "127.0.0.1:9101", description="HOST:PORT of /metrics and /health; empty: none"
+    )
     step_loads_listen: str = Field(
         "",
         description="ZMQ address to bind for step loads, which engines with Pointsman's connector package push at their steps "
@@ -84,7 +86,4 @@ class AgentSettings(BaseSettings):
     def _routers_parse(cls, value: list[str]) -> list[str]:
         if not value:
             raise ValueError("at least one router is needed")
-        for text in value:
-            if not text.rpartition(":")[2].isdigit():
-                raise ValueError(f"not HOST:PORT: {text!r}")
         return value

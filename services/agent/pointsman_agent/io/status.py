@@ -28,7 +28,7 @@ class AgentCollector(Collector):
 
     def _engines(self) -> Iterable[Metric]:
         up = GaugeMetricFamily(
-            "pointsman_agent_engine_up", "1 while the engine is healthy: it answers scrapes", labels=["engine"]
+            "pointsman_agent_engine_up", "1 while the engine is healthy: described, alive and ready", labels=["engine"]
         )
         ambiguous_address = GaugeMetricFamily(
             "pointsman_agent_engine_address_ambiguous",
@@ -107,13 +107,14 @@ def health_of(monitors: Sequence[EngineMonitor]) -> dict[str, object]:
             {
                 "engine": monitor.address.url,
                 "healthy": monitor.healthy,
-                "problem": monitor.problem,
+                "problem": monitor.problem or _refusal(monitor),
                 "instances": [
                     {
                         "instance_id": instance.instance.instance_id,
                         "incarnation": instance.instance.incarnation,
                         "keys": instance.cached_blocks.key_count,
                         "prefix_reason": instance.instance.prefix_reason,
+                        "events_problem": instance.subscriber.problem if instance.subscriber is not None else "",
                         "suspended": instance.suspended,
                         "routers": {
                             reporter.router: "connected" if reporter.connected else reporter.refusal or "connecting"
@@ -126,6 +127,19 @@ def health_of(monitors: Sequence[EngineMonitor]) -> dict[str, object]:
             for monitor in monitors
         ],
     }
+
+
+def _refusal(monitor: EngineMonitor) -> str:
+    """Return which router refuses an instance of an engine, and why; "" if none does."""
+    return next(
+        (
+            f"{reporter.router} refuses {instance.instance.instance_id}: {reporter.refusal}"
+            for instance in monitor.instances.values()
+            for reporter in instance.reporters
+            if reporter.refusal and not reporter.connected
+        ),
+        "",
+    )
 
 
 def make_app(monitors: Sequence[EngineMonitor]) -> web.Application:

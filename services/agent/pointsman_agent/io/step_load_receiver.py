@@ -15,6 +15,7 @@ import zmq.asyncio
 from pointsman_agent.core.step_load import StepLoad
 from pointsman_agent.core.warning_limit import WarningLimit
 from pointsman_agent.io.engine_monitor import EngineMonitor
+from pointsman_agent.io.zmq_sockets import needs_ipv6
 
 log = structlog.get_logger()
 
@@ -32,7 +33,10 @@ async def receive_step_loads(context: zmq.asyncio.Context, address: str, monitor
     """
     decoder = msgspec.msgpack.Decoder(StepLoad)
     dropped = WarningLimit(WARNING_INTERVAL_S)
+    # What cannot be looked up may be the name of a network interface.
+    ipv6 = await needs_ipv6(address, unknown=False)
     socket = context.socket(zmq.PULL)
+    socket.setsockopt(zmq.IPV6, ipv6)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     try:
         socket.bind(address)

@@ -8,6 +8,7 @@ import fnmatch
 import functools
 import hmac
 import ipaddress
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 
+from pointsman_common.core.addresses import parse_address
 from pointsman_common.io.proven_streams import ProvenStreams
 from pointsman_common.io.reloading_file import ReloadingFile
 from pointsman_common.io.settings import Tokens
@@ -40,6 +42,8 @@ FIRST_MESSAGE_S = 5.0
 
 # Prefix of the words in a file of bound tokens that name certificates.
 CERTIFICATE = "cert="
+# The bracket before an IPv6 address in a pattern.
+_IPV6 = re.compile(r"\[(?=[0-9a-fA-F:.*?]*:[0-9a-fA-F:.*?]*\](:|$))")
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]"
@@ -85,7 +89,9 @@ class BoundToken:
 
 
 def _matches(texts: Sequence[str], patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(text, pattern) for text in texts for pattern in patterns)
+    # The brackets of an IPv6 address are no set of characters.
+    literal = [_IPV6.sub("[[]", pattern) for pattern in patterns]
+    return any(fnmatch.fnmatchcase(text, pattern) for text in texts for pattern in literal)
 
 
 def read_bound_tokens(file: Path) -> tuple[BoundToken, ...]:
@@ -237,7 +243,7 @@ def showing(tokens: Tokens, role: str) -> CallMetadata:
 
 def is_loopback(listen: str) -> bool:
     """Return whether "HOST:PORT" is an address of the loopback interface."""
-    host = listen.rpartition(":")[0].strip("[]")
+    host = parse_address(listen).host
     if host == "localhost":
         return True
     try:

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from pointsman_common.core.addresses import Address, parse_address
 from pointsman_common.io.reloading_file import ReloadingFile
 from pointsman_common.io.tls import TlsSettings
 
@@ -25,6 +26,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     # busy machine or across zones a handshake takes seconds. Only the other two options set the time of the next attempt.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Also the interval of lookups while no connection succeeds, since a router's name may have moved; gRPC's own is 30 s.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # A proxy in the environment is meant for outside addresses such as the hub; gRPC would also dial routers through it.
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -60,6 +63,9 @@ def open_channel(address: str, *, own_connection: bool = False) -> grpc.aio.Chan
 def listen_on(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
     """Let a server listen on "HOST:PORT", in plain text without `credentials`; return its port. Raises RuntimeError if the
     address cannot be used."""
+    host, port = parse_address(address)
+    # gRPC takes [::] for all interfaces of both families, and of IPv4 alone where there is no IPv6.
+    address = str(Address(host or "::", port))
     if credentials is None:
         return server.add_insecure_port(address)
     return server.add_secure_port(address, credentials)

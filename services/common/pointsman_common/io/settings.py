@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
+from pointsman_common.core.addresses import parse_address
 from pointsman_common.io.reloading_file import ReloadingFile
 
 S = TypeVar("S", bound=BaseSettings)
@@ -47,9 +48,14 @@ def _pairs(value: list[str]) -> list[str]:
 
 
 def _host_port(value: str) -> str:
-    host, _, port = value.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError("HOST:PORT is needed")
+    parse_address(value)
+    return value
+
+
+def _targets(value: list[str]) -> list[str]:
+    for target in value:
+        # gRPC also takes a resolver's name: dns:///HOST:PORT.
+        parse_address(target.rpartition("/")[2])
     return value
 
 
@@ -62,6 +68,8 @@ Pairs = Annotated[Entries, AfterValidator(_pairs)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
 # As HostPort, or empty.
 OptionalHostPort = Annotated[str, AfterValidator(lambda value: value and _host_port(value))]
+# Routers to connect to, each as HOST:PORT.
+Targets = Annotated[Entries, AfterValidator(_targets)]
 # URL that spans are sent to; empty: tracing is off.
 OtlpEndpoint = Annotated[str, AfterValidator(_url)]
 

@@ -46,6 +46,25 @@ class PoolState:
         """Return the incarnations of the pool's instances."""
         return frozenset((instance.url, instance.incarnation) for instance in self.pool.instances)
 
+    def foreign(self) -> frozenset[Incarnation]:
+        """Return the incarnations of instances that have their tokenizer from another place than the pool. Their tokens decide
+        nothing for the others."""
+        place = _place(self.pool.model_root)
+        return frozenset(
+            (instance.url, instance.incarnation)
+            for instance in self.pool.instances
+            if instance.model_root and place and _place(instance.model_root) != place
+        )
+
+    def settled(self) -> frozenset[Incarnation]:
+        """Return the incarnations of which nothing is left to compare."""
+        return frozenset(self.verified | (self.differed & self.foreign()))
+
+    def tokens_equal(self, url: str, incarnation: str) -> bool | None:
+        """Return whether an instance's tokens equal those of `tokenizer`; None if it is not known."""
+        instance = (url, incarnation)
+        return True if instance in self.verified else False if instance in self.differed else None
+
     def tokenizer_for(self, endpoint: Endpoint) -> ModelTokenizer | None:
         """Return the tokenizer if its tokens of the API's prompts equal the engine's, else None."""
         return (
@@ -53,6 +72,20 @@ class PoolState:
             if self.tokenizer_status is TokenizerStatus.EXACT and endpoint not in self.inexact_endpoints
             else None
         )
+
+
+def _place(root: str) -> str:
+    """Return a tokenizer's place without its revision: revisions mostly have the same tokenizer, and are compared."""
+    return root.partition("@")[0]
+
+
+def instances_without(pool: placement_pb2.Pool, model: str) -> list[str]:
+    """Return the ids of the pool's instances that have not loaded `model`, if it is an adapter; empty if no instance tells which
+    adapters it has, as with routers of earlier versions."""
+    if model == pool.model or model in pool.served_names or model not in pool.lora_names:
+        return []
+    without = [instance.instance_id for instance in pool.instances if model not in instance.lora_names]
+    return without if any(instance.lora_names for instance in pool.instances) else []
 
 
 def names_of(pools: Iterable[placement_pb2.Pool]) -> dict[str, tuple[str, str]]:

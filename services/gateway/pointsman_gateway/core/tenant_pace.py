@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# Differences of times on a clock are rounded.
+ROUNDING_S = 1e-6
+
 
 class TenantPace:
     """Lets each tenant call `at_once` times at once, and `per_s` times a second after that."""
@@ -14,7 +17,7 @@ class TenantPace:
     def take(self, tenant: str, now: float) -> float:
         """Count a call and return 0. If it is too early, count nothing and return the seconds until a call may pass. Mutates."""
         due = max(self._next_at.get(tenant, now), now)
-        if (wait_s := due - now - self._ahead_s) > 0:
+        if (wait_s := due - now - self._ahead_s) > ROUNDING_S:
             return wait_s
         self._next_at[tenant] = due + 1 / self.per_s
         return 0.0

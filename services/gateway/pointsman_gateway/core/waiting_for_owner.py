@@ -29,6 +29,8 @@ ROUND_S = 0.02
 MAX_AT_ONCE = 256
 # Maximum number of requests that a round of local placements passes over because their own instances have no room.
 MAX_PASSED_OVER = 64
+# What is added to the number of open requests of an instance that fails: it comes after all others.
+LAST = 1_000_000
 
 
 @dataclass(slots=True)  # a frozen one takes twice as long to make, and thousands may be made at once
@@ -43,6 +45,7 @@ class WaitingRequest:
     exclude: Collection[str] = ()
     computed_at: str = ""
     parked_until: float | None = None
+    sequences: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,11 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class PlaceAt:
-    """Place the request without a router. It is counted as open at the instance."""
+    """Place the request without a router. It is counted as open at the instance, with its number of sequences."""
 
     request_id: str
     instance_id: str
+    sequences: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +298,11 @@ class WaitingForOwner:
         pace, passed_over, left = self._pace, list[_Entry](), MAX_AT_ONCE
         self._turn += 1
         room = [
-            (pace.open.get(instance_id, 0), (at + self._turn) % len(instances), instance_id)
+            (
+                pace.open.get(instance_id, 0) + LAST * pace.fails(instance_id, now),
+                (at + self._turn) % len(instances),
+                instance_id,
+            )
             for at, instance_id in enumerate(instances)
             if pace.has_room(instance_id, now)
         ]
@@ -312,18 +320,18 @@ class WaitingForOwner:
             if own and own in instances:
                 chosen = own if pace.has_room(own, now) else ""
             else:
-                chosen = self._emptiest(room, request.exclude, now)
+                chosen = self._emptiest(room, request.exclude, now, request.sequences)
             if not chosen:
                 left += 1
                 passed_over.append(entry)
                 continue
             del known.waiting[request.request_id]
-            pace.place(chosen, request.tokens, now)
-            yield PlaceAt(request.request_id, chosen)
+            pace.place(chosen, request.tokens, now, request.sequences)
+            yield PlaceAt(request.request_id, chosen, request.sequences)
         for entry in passed_over:
             heappush(known.unparked, entry)
 
-    def _emptiest(self, room: list[tuple[int, int, str]], exclude: Collection[str], now: float) -> str:
+    def _emptiest(self, room: list[tuple[int, int, str]], exclude: Collection[str], now: float, sequences: int) -> str:
         """Return the first of `room` that is not excluded, with its place in the order after another request; "" if there is
         none. Mutates `room`."""
         excluded, chosen = list[tuple[int, int, str]](), ""
@@ -333,7 +341,7 @@ class WaitingForOwner:
                 excluded.append((count, turn, instance_id))
             elif self._pace.has_room(instance_id, now):
                 chosen = instance_id
-                heappush(room, (count + 1, turn, instance_id))
+                heappush(room, (count + sequences, turn, instance_id))
         for one in excluded:
             heappush(room, one)
         return chosen

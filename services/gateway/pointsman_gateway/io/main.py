@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import grpc
 import structlog
 
+from pointsman_common.core.addresses import parse_address
 from pointsman_common.io import event_loop
 from pointsman_common.io.auth import is_loopback
 from pointsman_common.io.channel import open_channel
@@ -87,15 +88,13 @@ async def serving(
                 async with asyncio.timeout(JOIN_S):
                     while not gateway.usable:  # noqa: ASYNC110
                         await asyncio.sleep(0.05)
-        host, _, port = settings.listen.rpartition(":")
         tls = _tls(settings)
-        address, bound = await server.start(host.strip("[]"), int(port), reuse_port=siblings is not None, tls=tls)
-        shown = f"[{address}]" if ":" in address else address
+        bound = await server.start(parse_address(settings.listen), reuse_port=siblings is not None, tls=tls)
         if proxies is not None:
             await proxies.start(settings.ext_proc_listen, _ext_proc_credentials(settings))
             gateway.ext_proc_port, gateway.proxy_streams = proxies.port, proxies.open
             log.info("gateway serves proxies", port=proxies.port)
-        yield gateway, f"http{'s' if tls else ''}://{shown}:{bound}"
+        yield gateway, f"http{'s' if tls else ''}://{bound}"
     finally:
         closing = asyncio.ensure_future(_close_all(server, proxies, settings.drain_timeout_s))
         if hurry is not None:

@@ -456,7 +456,11 @@ class Gateway:
         self, endpoint: Endpoint, request: Request, client: Client, key_charge: KeyCharge, received_at: float
     ) -> Response | None:
         rules = ClientRules(
-            self._aliases, self._settings.client_cache_salt, client.cache_salt, client.tenant == DEFAULT_TENANT
+            self._aliases,
+            self._settings.client_cache_salt,
+            client.cache_salt,
+            client.tenant == DEFAULT_TENANT,
+            self._settings.max_sequences,
         )
         call = await self._preparer.parse(endpoint, request.body, rules, self.pools.context_of)
         request.body = b""
@@ -493,7 +497,7 @@ class Gateway:
             request.trace,
         )
         await self._preparer.prepare(context, dry=dry)
-        key_charge.charge(context.placement.input_tokens, received_at)
+        key_charge.charge(context.prompt_tokens, received_at)
         if isinstance(request, ExtProcRequest):
             await _keep_within(request.proxy, context)
         if dry:

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from pointsman_common.io.settings import Entries, HostPort, OptionalHostPort, OtlpEndpoint, Pairs, by_name
+from pointsman_common.io.settings import Entries, HostPort, OptionalHostPort, OtlpEndpoint, Pairs, Targets, by_name
 from pointsman_gateway.core.cors import ORIGIN
 from pointsman_gateway.core.request.request_events import RequestTimeouts
 from pointsman_gateway.io.http.server_types import ServerLimits
@@ -59,7 +59,7 @@ class GatewaySettings(BaseSettings):
         None,
         description="CA certificates (PEM) that proxies' certificates are verified with; set: proxies must send one",
     )
-    routers: Entries = Field(
+    routers: Targets = Field(
         default_factory=lambda: ["127.0.0.1:50051"], description="routers as HOST:PORT, tried in this order"
     )
     tokenizers: Pairs = Field(
@@ -104,6 +104,12 @@ class GatewaySettings(BaseSettings):
         128, ge=0, description="maximum size of the cache of texts' tokens and block keys, in MiB"
     )
     max_body_bytes: int = Field(32 << 20, gt=0, description="maximum size of a request body, in bytes")
+    max_sequences: int = Field(
+        1 << 14,
+        gt=0,
+        description="maximum number of sequences of one request: its prompts, times the answers (`n`) to each; more is refused "
+        "with 400. Engines have maxima of their own (VLLM_MAX_N_SEQUENCES, VLLM_MAX_COMPLETION_PROMPTS)",
+    )
     max_buffered_body_bytes: int = Field(
         256 << 20,
         gt=0,
@@ -211,7 +217,7 @@ class GatewaySettings(BaseSettings):
     @field_validator("routers")
     @classmethod
     def _some_router(cls, value: list[str]) -> list[str]:
-        if not value or not all(address.rpartition(":")[2].isdigit() for address in value):
+        if not value:
             raise ValueError("needs at least one router, each as HOST:PORT")
         return value
 

@@ -10,10 +10,13 @@ from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman_router.core.load.reservations import Reservations
 from pointsman_router.core.prefix.exact_index import PrefixIndex
+from pointsman_router.core.requests.life_evidence import LifeEvidence
 from pointsman_router.core.requests.placement_plans import PlacementPlans
 from pointsman_router.core.requests.request_table import RequestTable
 from pointsman_router.core.turn import Turn
 
+# How long an instance is kept whose agent is gone, if it gets no requests and no other one of its pool has an agent, s.
+KEEP_IDLE_S = 3_600.0
 # Number of loads per second, of all instances, above which agents are asked to send fewer. A load takes 75 us of the router's CPU
 # time, so a thousand engines that send 20 a second each would need 1.5 cores. MIN_LOAD_INTERVAL_S: interval at which agents send
 # loads without a limit. MAX_LOAD_INTERVAL_S: the longest one that is asked for, so that a load stays useful.
@@ -25,6 +28,8 @@ MAX_LOAD_INTERVAL_S = 1.6
 MAX_KEY_MESSAGES_PER_S = 2_500
 MIN_KEY_INTERVAL_S = 0.025
 MAX_KEY_INTERVAL_S = 0.8
+# After so many intervals between two messages, and so many s, an agent that has sent none may be replaced by another one.
+SILENT_INTERVALS, MIN_SILENCE_S = 3, 5.0
 
 
 def load_interval_s(instances: int) -> float:
@@ -45,6 +50,19 @@ def _interval_s(instances: int, most_per_s: float, interval: float, longest: flo
     return interval
 
 
+def _is_rival(known: InstanceRecord, hello: ev.AgentHello, now: float) -> bool:
+    """Return whether another agent announces an instance whose own agent is alive: not one that takes the place of an agent
+    whose node is gone."""
+    silence_s = max(SILENT_INTERVALS * known.report_interval_s, MIN_SILENCE_S)
+    return (
+        known.lost_at is None
+        and known.stream_id != hello.stream_id
+        and "" not in (known.agent_id, hello.agent_id)
+        and known.agent_id != hello.agent_id
+        and now - known.heard_at < silence_s
+    )
+
+
 class AgentReports:
     """Applies the events of agents' streams. `stale_report_s`: age up to which a load report is used, s. `lost_instance_s`: how
     long an instance without a stream is kept, s."""
@@ -58,6 +76,7 @@ class AgentReports:
         reservations: Reservations,
         requests: RequestTable,
         plans: PlacementPlans,
+        evidence: LifeEvidence,
         turn: Turn,
         *,
         stale_report_s: float,
@@ -70,6 +89,7 @@ class AgentReports:
         self._reservations = reservations
         self._requests = requests
         self._plans = plans
+        self._evidence = evidence
         self._turn = turn
         self._stale_report_s = stale_report_s
         self._lost_instance_s = lost_instance_s
@@ -87,19 +107,27 @@ class AgentReports:
             return [ev.RefuseReport(hello.stream_id, "instance_id, incarnation, url and model must not be empty")]
         effects: list[ev.Effect] = []
         before = self._instances.get(info.instance_id)
+        if before is not None and _is_rival(before, hello, now):
+            # Two engines with one id would take turns, and each turn drops the keys of the other.
+            before.rival = f"agent {hello.agent_id} ({info.url} on {info.node or 'an unknown node'})", now
+            why = f"{info.instance_id} is reported by agent {before.agent_id} ({before.info.url} on {before.info.node})"
+            advice = "give each engine its own address, and only one agent"
+            return [ev.RefuseReport(hello.stream_id, f"{why}: {advice}", replaced=True)]
         if before is not None and before.lost_at is None and before.stream_id != hello.stream_id:
             effects.append(ev.RefuseReport(before.stream_id, "a newer stream reports this instance", replaced=True))
         if before is not None:
             self._prefix_knowledge.silence_ends(before, now)
             if before.info.incarnation != info.incarnation:
                 self._prefix_knowledge.forget(info.instance_id)
+        had_placements = before is not None and before.needs_placements
         record = self._instances.add(info, hello.stream_id, now)
         record.report_interval_s = hello.report_interval_s
         record.load_interval_s = record.key_interval_s = 0.0
-        record.accepts_pace = hello.accepts_pace
+        record.accepts_pace, record.agent_id = hello.accepts_pace, hello.agent_id
         resume = record.follows_events and record.sync.can_resume(hello.oldest_seq, hello.latest_seq)
         if not resume:
             record.sync.reset()
+        self._prefix_knowledge.keep_placements(record, had_placements)
         effects.append(
             ev.Welcome(hello.stream_id, snapshot=not resume, resume_from_seq=record.sync.seq + 1 if resume else 0)
         )
@@ -111,15 +139,22 @@ class AgentReports:
         record = self._reporter(event.stream_id, event.instance_id)
         if record is None:
             return []
-        rejected = self._heard(record, now)
-        if rejected or not (record.follows_events or record.sync.full):
-            return rejected
-        before = record.state
+        effects = self._heard(record, now)
+        # After a failed audit a new snapshot is on its way: the copy ignores this message.
+        if not (record.follows_events or record.sync.full):
+            return effects
+        before, had_placements = record.state, record.needs_placements
         failure = record.sync.handle(event.message)
-        for prompt in self._prefix_knowledge.keys_reported(record, event.message, now):
+        self._prefix_knowledge.keep_placements(record, had_placements)
+        progressed = self._prefix_knowledge.keys_reported(record, event.message, now)
+        if progressed:
+            self._evidence.sign(record, now)
+        for prompt in progressed:
             self._requests.progress(prompt.request_id, prompt.prefilled_tokens)
         self._turn.fleet_changed |= record.state is not before
-        return [ev.Resync(event.stream_id, event.instance_id, failure)] if failure else []
+        if failure:
+            effects.append(ev.Resync(event.stream_id, event.instance_id, failure))
+        return effects + self._prefix_knowledge.compare(record, now)
 
     def load(self, event: ev.LoadReported, now: float) -> list[ev.Effect]:
         """Record a load sample and learn from its steps; cancel stale reservations if the engine has been idle long enough.
@@ -127,7 +162,8 @@ class AgentReports:
         record = self._reporter(event.stream_id, event.instance_id)
         if record is None:
             return []
-        effects = self._heard(record, now)
+        effects = self._heard(record, now) + self._prefix_knowledge.counted(record, event.load, now)
+        effects += self._prefix_knowledge.compare(record, now)
         before = record.underlying_state
         record.load = event.load
         if event.load.steps is not None:
@@ -147,16 +183,20 @@ class AgentReports:
         if isinstance(event, ev.AgentGoodbye):
             self._remove(event.instance_id)
         else:
+            had_placements = record.needs_placements
             record.heard_at = record.lost_at = now
+            self._prefix_knowledge.keep_placements(record, had_placements)
             record.forget_snapshot()
         self._turn.fleet_changed = True
         return []
 
     def tick(self, now: float) -> list[ev.Effect]:
-        """Remove instances lost for `lost_instance_s`; request a new snapshot of each instance that did not fit into the index
-        and does now; tell agents how often to send loads and keys. Mutates."""
+        """Remove instances lost for `lost_instance_s`, unless their engines answer or nobody else does (`_keeps`);
+        request a new snapshot of each instance that did not fit into the index and does now; tell agents how often to send
+        loads and keys. Mutates."""
         effects: list[ev.Effect] = []
         records = self._instances.records()
+        reported = {record.info.model for record in records if record.lost_at is None}
         loads_s, keys_s = load_interval_s(len(records)), key_interval_s(len(records))
         for record in records:
             sent = (record.load_interval_s, record.key_interval_s)
@@ -164,22 +204,45 @@ class AgentReports:
                 record.load_interval_s, record.key_interval_s = loads_s, keys_s
                 effects.append(ev.Pace(record.stream_id, loads_s, keys_s))
             if record.lost_at is not None and record.lost_at + self._lost_instance_s <= now:
+                if why := self._keeps(record, record.info.model in reported, now):
+                    if not record.kept:
+                        record.kept = True
+                        effects.append(ev.InstanceKept(record.info.instance_id, record.info.model, why))
+                        effects += self._requests_lost(record)
+                    continue
                 self._remove(record.info.instance_id)
-                # Its machine may be gone: then nothing else ends the connections to it.
-                left = self._reservations.of_instance(record.info.instance_id)
-                effects += [
-                    ev.Move(reservation.request_id, reservation.gateway_id, lost=True)
-                    for reservation in left
-                    if reservation.gateway_id
-                ]
+                effects += self._requests_lost(record)
                 self._turn.fleet_changed = True
             elif record.sync.full and record.lost_at is None and self._index.has_room(record.sync.wanted * 5 // 4):
+                had_placements = record.needs_placements
                 record.sync.reset()
+                self._prefix_knowledge.keep_placements(record, had_placements)
                 record.forget_snapshot()
                 reason = "the index has room again"
                 effects.append(ev.Resync(record.stream_id, record.info.instance_id, reason))
                 self._turn.fleet_changed = True
         return effects
+
+    def _requests_lost(self, record: InstanceRecord) -> list[ev.Effect]:
+        """Return the orders to leave an instance. Its machine may be gone: then nothing else ends the connections to it."""
+        return [
+            ev.Move(reservation.request_id, reservation.gateway_id, lost=True)
+            for reservation in self._reservations.of_instance(record.info.instance_id)
+            if reservation.gateway_id
+        ]
+
+    def _keeps(self, record: InstanceRecord, others: bool, now: float) -> str:
+        """Return why an instance stays although its agent is gone, for people; empty if it does not. `others`: whether another
+        instance of its pool has an agent."""
+        life = record.life
+        assert record.lost_at is not None
+        if life.opened and now - life.out_since > self._lost_instance_s:
+            return ""
+        if now - life.sign_at <= self._lost_instance_s:
+            return "its engine answers"
+        if not others and now - max(record.lost_at, life.sign_at) <= KEEP_IDLE_S:
+            return "no instance of its pool has an agent"
+        return ""
 
     def _reporter(self, stream_id: int, instance_id: str) -> InstanceRecord | None:
         """Return the instance's record, or None if another stream reports the instance."""

@@ -40,6 +40,7 @@ class AgentHello(msgspec.Struct, frozen=True, gc=False):
     latest_seq: int  # of the deltas that it keeps
     report_interval_s: float = 0.0  # maximum interval between two of its messages, s; 0: unknown
     accepts_pace: bool = False  # whether it understands Pace
+    agent_id: str = ""  # name of its process; empty: unknown
 
 
 class KeysReported(msgspec.Struct, frozen=True, gc=False):
@@ -129,7 +130,7 @@ class StreamOpened(msgspec.Struct, frozen=True, gc=False):
 
 
 class FirstToken(msgspec.Struct, frozen=True, gc=False):
-    """An answer began. `refused_by`: the instances that answered this request with 5xx before."""
+    """An answer began. `refused_by`: the instances that answered this request with an error before."""
 
     request_id: str
     refused_by: tuple[str, ...] = ()
@@ -146,10 +147,20 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
     error: str = ""  # how it failed; empty if it did not
     http_status: int = 0  # of the engine's response; 0 if there was none
     timings_ms: Mapping[str, float] | None = None  # times at the gateway, ms, by name; None if they were not measured
-    refused: bool = False  # whether the request's instance answered 5xx
+    refused: bool = False  # whether the request's instance answered with an error
     refused_by: tuple[str, ...] = ()  # as in FirstToken, for a request that ended without a first token
     finish_reason: str = ""  # STOP, LENGTH, ...; empty if unknown
     cached_by_tier: Mapping[int, int] | None = None  # tier (agent.v1.Tier) -> tokens, as far as known
+    broke: bool = False  # whether the request's instance broke the connection
+    # The instances that failed as this one did with the same request, which is therefore at fault.
+    alike: tuple[str, ...] = ()
+    inferred: bool = False  # whether no gateway has reported the end
+
+
+class Heard(msgspec.Struct, frozen=True, gc=False):
+    """A gateway has received bytes of answers from these instances since its last report of them."""
+
+    instance_ids: tuple[str, ...]
 
 
 class SessionEnded(msgspec.Struct, frozen=True, gc=False):
@@ -258,6 +269,7 @@ Event = (
     | StreamOpened
     | FirstToken
     | Finished
+    | Heard
     | SessionEnded
     | GatewayReported
     | DrainsChanged
@@ -306,8 +318,22 @@ class PredictionAuditFailed(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
+class EventsDistrusted(msgspec.Struct, frozen=True, gc=False):
+    """An instance's keys no longer come from its KV events, or have not so far, since these do not agree with its answers."""
+
+    instance_id: str
+    reason: str
+
+
+class EventsTrusted(msgspec.Struct, frozen=True, gc=False):
+    """An instance's keys come from its KV events from now on, since these agree with its answers."""
+
+    instance_id: str
+
+
 class RefuseReport(msgspec.Struct, frozen=True, gc=False):
-    """End an agent's stream: FAILED_PRECONDITION when the instance cannot be placed, ABORTED when a newer stream took over."""
+    """End an agent's stream: FAILED_PRECONDITION when the instance cannot be placed, ABORTED when another stream reports
+    it."""
 
     stream_id: int
     reason: str
@@ -354,11 +380,12 @@ class Parked(msgspec.Struct, frozen=True, gc=False):
 
 class Move(msgspec.Struct, frozen=True, gc=False):
     """A request is to leave its instance, if its gateway can have another one answer it. `lost`: the instance's agent is gone;
-    else operators empty the instance."""
+    else operators empty the instance, or its engine sends nothing (`silent`)."""
 
     request_id: str
     gateway_id: str
     lost: bool = False
+    silent: bool = False
 
 
 class DecisionMade(msgspec.Struct, frozen=True, gc=False):
@@ -398,6 +425,26 @@ class PolicyTaken(msgspec.Struct, frozen=True, gc=False):
     before: str  # the policy until then
     before_reason: str
     facts: PoolFacts  # by which it was chosen
+
+
+class LifeChanged(msgspec.Struct, frozen=True, gc=False):
+    """By the evidence of its requests an instance gets none for a while (`out`), or gets them again. `reason` is for people;
+    empty if it is in."""
+
+    instance_id: str
+    pool: str
+    out: bool
+    cause: str = ""  # failures, errors or silence
+    reason: str = ""
+
+
+class InstanceKept(msgspec.Struct, frozen=True, gc=False):
+    """An instance whose agent is gone stays in the fleet, because its engine answers or no other instance of its pool has an
+    agent. Its keys are not followed."""
+
+    instance_id: str
+    pool: str
+    reason: str
 
 
 class FleetChanged(msgspec.Struct, frozen=True, gc=False):
@@ -474,6 +521,8 @@ Effect = (
     | Pace
     | Resync
     | PredictionAuditFailed
+    | EventsDistrusted
+    | EventsTrusted
     | RefuseReport
     | Placed
     | Refused
@@ -484,6 +533,8 @@ Effect = (
     | DecisionClosed
     | ReportIgnored
     | PolicyTaken
+    | LifeChanged
+    | InstanceKept
     | FleetChanged
     | PoolForgotten
     | Reserved

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
+from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity, Use, compatible
+from pointsman_common.core.vllm_versions import counts_output, series
 from pointsman_router.core.admission_rule import AdmissionRecord
 from pointsman_router.core.kv_load import NO_LOAD, KvLoad
 from pointsman_router.core.prefill_curve import NO_PREFILLS, PrefillCurve, PrefillSums, PrefillWork
@@ -93,7 +96,7 @@ class KvTransfer(msgspec.Struct, frozen=True, gc=False):
     protocol: str  # of its connector: MOONCAKE, NIXL
     bootstrap_url: str = ""  # base URL of its bootstrap server; empty: none
     role: KvRole = KvRole.BOTH  # the sides of a transfer that it can be
-    cache_dtype: str = ""  # KV goes between engines of equal dtype only
+    cache_dtype: str = ""  # type of the cache's elements as its flag gives it
     layerwise: bool = False  # whether the engine needs both requests of a transfer at once
     # The engines, running or not, whose KV did not have the sender's checksums when it arrived here.
     wrong_from: tuple[WrongKv, ...] = ()
@@ -108,6 +111,26 @@ class KvTransfer(msgspec.Struct, frozen=True, gc=False):
             tuple(sorted({sender.engine_id or sender.bootstrap_url for sender in self.wrong_from} - {""})),
             tuple(sorted({sender.bootstrap_url for sender in self.wrong_from} - {""})),
         )
+
+
+class EngineTraits(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """What decisions see of an engine that stays the same while it runs: its identity, its context in tokens, the maximum number
+    of requests in its batch (0 if unknown), and whether it refuses an output limit that the prompt leaves no room for."""
+
+    identity: EngineIdentity = UNKNOWN_IDENTITY
+    max_model_len: int = 0
+    max_num_seqs: int = 0
+    counts_output: bool = False
+
+    def holds(self, prompt_tokens: int, output_tokens: int) -> bool:
+        """Return whether the engine takes a prompt of so many tokens with a limit of output tokens (0: none). Unless
+        `counts_output` it shortens the output to what the prompt leaves of the context, and refuses only a limit above the whole
+        context."""
+        room = self.max_model_len - (prompt_tokens if self.counts_output else 0)
+        return not self.max_model_len or (prompt_tokens < self.max_model_len and output_tokens <= room)
+
+
+NO_TRAITS = EngineTraits()
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
@@ -138,6 +161,38 @@ class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
     # other one can.
     shared_storage: str = ""
     kv_token_bytes: int = 0  # KV of one token over all layers, in bytes; 0 if unknown
+    identity: EngineIdentity = UNKNOWN_IDENTITY  # what makes it interchangeable with others
+    max_num_seqs: int = 0  # maximum number of requests in its batch; 0 if unknown
+    uncertain_blocks: int = 0  # number of blocks at the end of a known prefix that a prompt can miss
+
+    @property
+    def known_identity(self) -> EngineIdentity:
+        """Its identity, with the type of its KV cache from the flag where an older agent reports no more."""
+        identity, kv = self.identity, self.kv_transfer
+        if kv is not None and kv.cache_dtype and not identity.kv_dtype:
+            return msgspec.structs.replace(identity, kv_dtype=kv.cache_dtype)
+        return identity
+
+    @property
+    def context(self) -> EngineTraits:
+        """What limits a prompt and its output here."""
+        return EngineTraits(max_model_len=self.max_model_len, counts_output=counts_output(self.engine_version))
+
+    @property
+    def kv_kind(self) -> str:
+        """The kind of KV that it passes on or takes, equal for those that can read each other's; empty without a KV connector.
+        NIXL's connector refuses engines of any other version, Mooncake's cannot read the messages of some other ones."""
+        if (kv := self.kv_transfer) is None:
+            return ""
+        version = self.engine_version if kv.protocol == "NIXL" else series(self.engine_version)
+        return f"{kv.protocol}/{self.block_size}/{version}"
+
+    @property
+    def traits(self) -> EngineTraits | UnsetType:
+        """What decisions see of the engine's identity and limits; unset if nothing is known."""
+        counts = counts_output(self.engine_version)
+        traits = EngineTraits(self.known_identity, self.max_model_len, self.max_num_seqs, counts)
+        return traits if traits != NO_TRAITS else UNSET
 
 
 class Gpu(msgspec.Struct, frozen=True, gc=False):
@@ -161,25 +216,46 @@ class StepTotals(msgspec.Struct, frozen=True, gc=False):
     prefill_seconds: float = 0.0  # time of the steps with prompt tokens
 
 
+FIGURES = (
+    "running",
+    "waiting",
+    "kv_usage",
+    "generation_tokens",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "external_prefix_cache_queries",
+    "external_prefix_cache_hits",
+    "preemptions",
+)
+"""The fields of `Load` that an engine may not report."""
+
+
 class Load(msgspec.Struct, frozen=True, gc=False):
-    """One load sample with the engine's own figures. Counters start with the engine."""
+    """One load sample with the engine's own figures; None: the engine does not report it. Counters start with the engine."""
 
     sampled_at: float  # s on the router's clock
-    running: int = 0  # requests in the engine's batch
-    waiting: int = 0  # requests in the engine's queue
-    kv_usage: float = 0.0  # share of its KV blocks that are in use, 0 to 1
-    generation_tokens: int = 0  # counter of generated tokens
-    prefix_cache_queries: int = 0  # counter of prompt tokens looked up in the local prefix cache
-    prefix_cache_hits: int = 0  # counter of those found there
-    external_prefix_cache_queries: int = 0  # counter of prompt tokens looked up through a KV connector
-    external_prefix_cache_hits: int = 0  # counter of those found there
-    preemptions: int = 0  # counter
+    running: int | None = 0  # requests in the engine's batch
+    waiting: int | None = 0  # requests in the engine's queue
+    kv_usage: float | None = 0.0  # share of its KV blocks that are in use, 0 to 1
+    generation_tokens: int | None = 0  # counter of generated tokens
+    prefix_cache_queries: int | None = 0  # counter of prompt tokens looked up in the local prefix cache
+    prefix_cache_hits: int | None = 0  # counter of those found there
+    external_prefix_cache_queries: int | None = 0  # counter of prompt tokens looked up through a KV connector
+    external_prefix_cache_hits: int | None = 0  # counter of those found there
+    preemptions: int | None = 0  # counter
     healthy: bool = True  # whether the engine answers its agent
     gpus: tuple[Gpu, ...] = ()
     suspended: str = ""  # why the engine accepts requests and does not compute them; empty if it computes
     # Tokens that the prompts in the engine's batch still need; None if it does not report its steps.
     prefill_tokens_left: int | None = None
     steps: StepTotals | None = None  # None if the engine does not report its steps
+    problem: str = ""  # what is wrong with the engine, or with the reading of its load; empty if nothing is
+    events_problem: str = ""  # why its newest KV events did not arrive or could not be read; empty if they did
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The names of the figures that the engine does not report."""
+        return tuple(name for name in FIGURES if getattr(self, name) is None)
 
 
 def session_name(tenant: str, session_id: str) -> str:
@@ -192,7 +268,9 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
 
     request_id: str
     model: str  # as the client sent it: the pool's name, another of its served names, or an adapter's
-    input_tokens: int  # length of the prompt; an estimate without its tokenizer
+    # Tokens that an engine with an empty cache computes; an estimate without the tokenizer. They are those of the prompt, and of
+    # several prompts what they all begin with counts once.
+    input_tokens: int
     keys: Sequence[int] = ()  # block keys of the prompt's full 16-token blocks (pointsman_common.core.block_keys)
     tenant: str = ""  # sessions of different tenants are different
     session_id: str = ""  # unique within the tenant; empty if unknown
@@ -211,7 +289,17 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     parked_s: float = 0.0  # how long earlier owners of the pool parked it, s
     resumed: bool = False  # it continues a stream whose instance is gone
     movable: bool = False  # its gateway can move it to another instance, also after its answer has begun
+    begun_by: EngineIdentity = UNKNOWN_IDENTITY  # if `resumed`: what is known of the engines that answered so far
+    longest_prompt_tokens: int = 0  # of its prompts the longest, which a context has to hold; 0: input_tokens
+    sequences: int = 1  # sequences that its engine runs: its prompts, times the answers (`n`) to each
+    sequence_tokens: int = 0  # prompt tokens of all sequences, those of each in full; 0: input_tokens
     admitted: AdmissionRecord | None = None  # its admission, if one was decided
+    streamed: bool = False  # its gateway tells the first token of its answer
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of a prompt that an engine's context has to hold."""
+        return self.longest_prompt_tokens or self.input_tokens
 
     @property
     def session(self) -> str:
@@ -229,7 +317,7 @@ class PrefillBacklog(msgspec.Struct, frozen=True, gc=False):
     # be there before these). They are expected to be placed here, too. Of more than LISTED_PREFILLS the newest are listed, and
     # always that of the request that is decided on.
     remainders: tuple[tuple[str, int, int], ...] = ()
-    requests: int = 0  # number of requests without a first token, paused ones included
+    requests: int = 0  # number of requests (each sequence counts) without a first token, paused ones included
     # Maximum number of tokens of one prompt that the engine computes in a step (long_prefill_token_threshold), so that other
     # prompts progress beside it; 0: none or unknown.
     chunk_limit: int = 0
@@ -246,7 +334,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """One instance as one decision saw it: its load, and how much of this prompt it has cached, in tokens.
 
     Input tokens = cached_tokens + new_tokens, and the engine computes new_tokens - kv_load.price_tokens. KV can go from one
-    candidate to another if the former's `kv_gives` equals the latter's `kv_takes`, and the latter does not refuse the former.
+    candidate to another if the former's `kv_gives` equals the latter's `kv_takes`, nothing known of their identities differs, and
+    the latter does not refuse the former.
     """
 
     instance_id: str
@@ -254,13 +343,14 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     state: InstanceState
     cached_tokens: int  # those below its GPU included, minus the price of loading them
     new_tokens: int  # all others of the prompt
-    num_requests: int  # its open requests
+    num_requests: int  # its open requests; as in the engine, each sequence of a request counts
     pending_prefill_tokens: int  # of their prompts, not computed yet
-    ongoing_decode_tokens: int  # input tokens of those in decode
-    ongoing_tokens: int  # input tokens of all of them
-    running: int  # requests in the engine's batch, as reported
-    waiting: int  # requests in the engine's queue, as reported
-    kv_usage: float  # share of its KV blocks in use, 0 to 1, as reported
+    ongoing_decode_tokens: int  # prompt tokens of the sequences in decode
+    ongoing_tokens: int  # input tokens of all requests
+    # As reported; None: the engine does not report it. 0 before the first report.
+    running: int | None  # requests in the engine's batch
+    waiting: int | None  # requests in the engine's queue
+    kv_usage: float | None  # share of its KV blocks in use, 0 to 1
     # When the reported figures were sampled, s on the view's clock; None before the first report.
     reported_at: float | None
     excluded: str = ""  # why the instance must not be chosen; empty if it may
@@ -280,6 +370,13 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     prefill_backlog: PrefillBacklog = NO_BACKLOG  # what a new prompt waits for
     produces_only: bool = False  # whether the engine computes KV for other engines and answers no requests
     kv_load: KvLoad = NO_LOAD  # the tokens that it has below its GPU
+    # Its identity and limits. Unset where nothing is known, so that records of earlier versions have the digests that they had.
+    traits: EngineTraits | UnsetType = UNSET
+
+    @property
+    def identity(self) -> EngineIdentity:
+        """What makes it interchangeable with others, as far as it is known."""
+        return UNKNOWN_IDENTITY if self.traits is UNSET else self.traits.identity
 
     @property
     def present_tokens(self) -> int:
@@ -302,6 +399,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         return (
             self.kv_gives == other.kv_takes != ""
             and self.instance_id != other.instance_id
+            and compatible(self.identity, other.identity, Use.KV)
             and not other.kv_refuses.refuses(self.kv_engine_id, self.kv_url)
         )
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import inf
 
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from pointsman_common.core.block_keys import KEY_TOKENS
-from pointsman_router.core.instances.circuit_breaker import CIRCUIT_OPEN
+from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, Use, compatible
+from pointsman_router.core.instances.engine_life import CIRCUIT_OPEN, SIGN_S
 from pointsman_router.core.instances.instance_registry import CandidateSnapshot, InstanceRecord, InstanceRegistry
 from pointsman_router.core.instances.saturation import SATURATED, SaturationLimits
 from pointsman_router.core.instances.session_shares import CANARY, LEAST_WEIGHTS, SessionShares
@@ -27,6 +29,7 @@ from pointsman_router.core.placement_types import (
     NONE_REFUSED,
     NOTHING_UNSEEN,
     Candidate,
+    EngineTraits,
     FleetView,
     InstanceInfo,
     InstanceState,
@@ -39,13 +42,16 @@ from pointsman_router.core.prefill_curve import NO_PREFILLS, PrefillCurve, Prefi
 from pointsman_router.core.prefix.lower_tiers import LowerBlocks
 from pointsman_router.core.shortlist import MAX_FULL_VIEW, KeptLoads, PoolLoads
 
+UNHEALTHY = "unhealthy"
 EXCLUDED_STATES = {
     InstanceState.CORDONED: "cordoned",
     InstanceState.DRAINING: "draining",
-    InstanceState.UNHEALTHY: "unhealthy",
     InstanceState.SUSPENDED: "suspended",
 }
 FAILED_BEFORE = "failed_before"
+# Why a request must not be placed on an instance that would get others: its context does not hold the prompt, or it is known to
+# differ from the engines that began the answer.
+CONTEXT, OTHER_IDENTITY = "context", "other_identity"
 
 
 class FleetViewBuilder:
@@ -86,7 +92,7 @@ class FleetViewBuilder:
         drawn = shares.drawn(pool, request.session or request.request_id) if shares else ()
         if shortlisted and len(members) > MAX_FULL_VIEW:
             loads = self._loads.of(pool, self._instances.lists(pool), members)
-            if chosen := self._shortlist(loads, request, shares, (*drawn, owner), decision_number, now):
+            if chosen := self._shortlist(pool, loads, request, shares, (*drawn, owner), decision_number, now):
                 members, unseen = chosen, loads.unseen(chosen)
         snapshots = self._snapshots(members, now)
         tokens = request.input_tokens
@@ -102,7 +108,7 @@ class FleetViewBuilder:
                 candidate = priced(snapshot, blocks[candidate.instance_id], below, reusable, tokens)
             elif found := blocks.get(candidate.instance_id):
                 cached = found * KEY_TOKENS if found * KEY_TOKENS < reusable else reusable
-                cached -= cached % snapshot.block_size
+                cached = max(cached - cached % snapshot.block_size - snapshot.uncertain_tokens, 0)
                 candidate = replace(candidate, cached_tokens=cached, new_tokens=tokens - cached)
             else:
                 candidate = replace(candidate, new_tokens=tokens)
@@ -110,12 +116,19 @@ class FleetViewBuilder:
         # Needed by few requests only: instances that failed this request before, and provisional tokens.
         for number, candidate in enumerate(candidates if provisional or request.exclude else ()):
             instance_id = candidate.instance_id
-            if instance_id in request.exclude and candidate.excluded in ("", SATURATED, CIRCUIT_OPEN):
+            if instance_id in request.exclude and candidate.excluded in _MAY_BE_PLACED:
                 candidate = candidates[number] = replace(candidate, excluded=FAILED_BEFORE)
             if instance_id in provisional:
                 confirmed = (blocks[instance_id] - provisional[instance_id]) * KEY_TOKENS
                 extra = max(candidate.cached_tokens - candidate.kv_load.credit_tokens - confirmed, 0)
                 candidates[number] = replace(candidate, provisional_tokens=extra)
+        if (unfit := self._unfit(request, pool)) is not None:
+            candidates = [
+                replace(candidate, excluded=why)
+                if candidate.excluded in _MAY_BE_PLACED and (why := unfit(candidate.traits))
+                else candidate
+                for candidate in candidates
+            ]
         if (own := self._reservations.partial_prefill(request.request_id)) is not None:
             candidates = [
                 _with_own_remainder(candidate, own) if candidate.instance_id == own.instance_id else candidate
@@ -125,10 +138,9 @@ class FleetViewBuilder:
             candidates = [replace(candidate, kv_gives="", kv_takes="") for candidate in candidates]
         if all(candidate.produces_only for candidate in candidates):
             candidates = [replace(candidate, produces_only=False) for candidate in candidates]
-        if not any(_may_serve(candidate) for candidate in candidates):
-            # An instance that may fail is better than none.
+        if (forgiven := _forgiven(candidates)) is not None:
             candidates = [
-                replace(candidate, excluded="") if candidate.excluded == CIRCUIT_OPEN else candidate
+                replace(candidate, excluded="") if candidate.excluded == forgiven else candidate
                 for candidate in candidates
             ]
         if shares:
@@ -176,7 +188,7 @@ class FleetViewBuilder:
     def has_room(self, pool: str, model: str, now: float) -> bool:
         """Return whether a request for `model`, one of the names of `pool`, can be placed on any instance."""
         excluded = self._excluded(pool, model, now)
-        return "" in excluded or (SATURATED not in excluded and CIRCUIT_OPEN in excluded)
+        return "" in excluded or (SATURATED not in excluded and (UNHEALTHY in excluded or CIRCUIT_OPEN in excluded))
 
     def saturated(self, pool: str, model: str, now: float) -> bool:
         """Return whether `model` is a name of `pool` that no instance has room for, and at least one of them is saturated."""
@@ -216,6 +228,7 @@ class FleetViewBuilder:
 
     def _shortlist(
         self,
+        pool: str,
         loads: PoolLoads,
         request: PlacementRequest,
         shares: SessionShares | None,
@@ -228,8 +241,17 @@ class FleetViewBuilder:
         def chosen(eligible: Callable[[InstanceRecord], bool]) -> list[InstanceRecord]:
             return loads.chosen(request.keys, self._prefix_knowledge.indexes(), named, decision_number, eligible)
 
+        placeable = frozenset(("",)) if self._instances.has_healthy(pool) else frozenset(("", UNHEALTHY))
+        unfit = self._unfit(request, pool)
+
         def eligible(record: InstanceRecord) -> bool:
-            return self._eligible(record, request, now)
+            candidate = self._seen(record, now).candidate
+            return (
+                candidate.excluded in placeable
+                and not candidate.produces_only
+                and candidate.instance_id not in request.exclude
+                and not (unfit is not None and unfit(record.info.traits))
+            )
 
         def of_weight(least: float, shares: SessionShares) -> list[InstanceRecord]:
             return chosen(lambda candidate: shares.weight(candidate.info.instance_id) >= least and eligible(candidate))
@@ -238,9 +260,27 @@ class FleetViewBuilder:
             return chosen(eligible)
         return next((found for least in LEAST_WEIGHTS if (found := of_weight(least, shares))), [])
 
-    def _eligible(self, record: InstanceRecord, request: PlacementRequest, now: float) -> bool:
-        candidate = self._seen(record, now).candidate
-        return not candidate.excluded and not candidate.produces_only and candidate.instance_id not in request.exclude
+    def _unfit(self, request: PlacementRequest, pool: str) -> Callable[[EngineTraits | UnsetType], str] | None:
+        """Return a function that returns why an engine must not get a request, "" if it may; None if every engine may.
+
+        A prompt that no engine of the pool holds goes to any of them: its length may be an estimate, and an engine says best what
+        is wrong with it."""
+        tokens, output, begun = request.context_tokens, request.max_output_tokens, request.begun_by
+        contexts = self._instances.contexts(pool, request.model)
+        held = [context.holds(tokens, output) for context in contexts]
+        limited = not all(held) and any(held)
+        resumed = request.resumed and begun != UNKNOWN_IDENTITY
+        if not limited and not resumed:
+            return None
+
+        def why(traits: EngineTraits | UnsetType) -> str:
+            if traits is UNSET:
+                return ""
+            if resumed and not compatible(begun, traits.identity, Use.ANSWER):
+                return OTHER_IDENTITY
+            return CONTEXT if limited and not traits.holds(tokens, output) else ""
+
+        return why
 
     def _seen(self, record: InstanceRecord, now: float) -> CandidateSnapshot:
         snapshot = record.candidate_snapshot
@@ -286,7 +326,8 @@ class FleetViewBuilder:
         saturated = self.limits.saturated(counters.num_requests, None if stale else load)
         changes_at = (
             fresh_until,
-            record.circuit.until,
+            record.life.until,
+            record.life.sign_at + SIGN_S,
             self._migrations.next_end(info.instance_id, now),
             *self._prefix_knowledge.source_changes_at(record),
         )
@@ -306,7 +347,10 @@ class FleetViewBuilder:
                 kv_usage=load.kv_usage if load else 0.0,
                 reported_at=load.sampled_at if load else None,
                 excluded=EXCLUDED_STATES.get(state)
-                or (CIRCUIT_OPEN if record.circuit.open(now) else SATURATED if saturated else ""),
+                or (CIRCUIT_OPEN if record.life.open(now) else "")
+                # What answers is alive, whatever its agent says.
+                or (UNHEALTHY if state is InstanceState.UNHEALTHY and now > record.life.sign_at + SIGN_S else "")
+                or (SATURATED if saturated else ""),
                 recent_migrations=self._migrations.count(info.instance_id, now),
                 kv_capacity_tokens=info.kv_capacity_tokens,
                 stale=stale,
@@ -318,8 +362,10 @@ class FleetViewBuilder:
                 kv_refuses=kv.refused if kv is not None else NONE_REFUSED,
                 prefill_backlog=self._prefill_backlog(record),
                 produces_only=record.produces_only,
+                traits=info.traits,
             ),
             block_size=info.block_size,
+            uncertain_tokens=info.uncertain_blocks * info.block_size,
             kv_token_bytes=info.kv_token_bytes,
             since=now,
             until=min([moment for moment in changes_at if moment >= now], default=inf),
@@ -327,12 +373,11 @@ class FleetViewBuilder:
 
 
 def _kv_kind(info: InstanceInfo, side: KvRole) -> str:
-    """Return the kind of KV that an instance can send (`side` PRODUCER) or receive (CONSUMER); empty if it cannot. KV can go
-    between instances with equal kinds."""
+    """Return the kind of KV that an instance can send (`side` PRODUCER) or receive (CONSUMER); empty if it cannot."""
     kv = info.kv_transfer
     if kv is None or kv.role not in (KvRole.BOTH, side):
         return ""
-    return f"{kv.protocol}/{info.block_size}/{kv.cache_dtype}"
+    return info.kv_kind
 
 
 def _with_own_remainder(candidate: Candidate, own: Reservation) -> Candidate:
@@ -354,6 +399,20 @@ def _with_own_remainder(candidate: Candidate, own: Reservation) -> Candidate:
     return replace(candidate, prefill_backlog=backlog)
 
 
-def _may_serve(candidate: Candidate) -> bool:
-    """Return whether a request can be placed there now, or once the instance is less busy."""
-    return candidate.excluded in ("", SATURATED) and not candidate.produces_only
+_MAY_BE_PLACED = frozenset(("", SATURATED, UNHEALTHY, CIRCUIT_OPEN))
+
+
+def _forgiven(candidates: Sequence[Candidate]) -> str | None:
+    """Return the reason for exclusion that does not count, since all instances that could serve have it; None: all count.
+
+    That an agent calls an engine unhealthy counts only while another one is healthy: agents that reach no engine's metrics would
+    take a working pool out. An instance that may fail is better than none."""
+    found = set()
+    for candidate in candidates:
+        if not candidate.produces_only:
+            if candidate.excluded in ("", SATURATED) and candidate.state is not InstanceState.UNHEALTHY:
+                return None
+            found.add(candidate.excluded)
+    if UNHEALTHY in found:
+        return UNHEALTHY
+    return CIRCUIT_OPEN if CIRCUIT_OPEN in found and not found & {"", SATURATED} else None

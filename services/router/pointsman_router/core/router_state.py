@@ -19,7 +19,7 @@ from pointsman_router.core.admission.session_admission import AdmissionSettings,
 from pointsman_router.core.admission_rule import AdmissionOutcome
 from pointsman_router.core.agent_reports import AgentReports
 from pointsman_router.core.analysis.decision_replay import redecide
-from pointsman_router.core.instances.circuit_breaker import Circuit, CircuitSettings
+from pointsman_router.core.instances.engine_life import LifeSettings
 from pointsman_router.core.instances.gone_pools import GonePools
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.instances.saturation import SaturationLimits
@@ -41,6 +41,7 @@ from pointsman_router.core.requests.decider import AllSaturated, Decider
 from pointsman_router.core.requests.gateway_events import GatewayEvents
 from pointsman_router.core.requests.held_requests import HeldRequests
 from pointsman_router.core.requests.hold_queue import QueueSettings
+from pointsman_router.core.requests.life_evidence import LifeEvidence
 from pointsman_router.core.requests.moves import RequestMoves
 from pointsman_router.core.requests.parked_requests import PARKED, ParkedRequests
 from pointsman_router.core.requests.placement_plans import PlacementPlans
@@ -72,7 +73,7 @@ class StateSettings:
     queue: QueueSettings = field(default_factory=QueueSettings)
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     startup_wait_s: float = 0.0
-    circuit: CircuitSettings = field(default_factory=CircuitSettings)
+    life: LifeSettings = field(default_factory=LifeSettings)
 
 
 # Pause between two turns in which waiting requests leave, s.
@@ -149,6 +150,7 @@ class RouterState:
         # The seed is part of every decision's id, because a decision's randomness must follow from its id.
         id_prefix = f"{router_id}.{seed}" if seed else router_id
         self._decider = Decider(policy, self.instances, self.views, settings.retry_after_s, id_prefix)
+        self._evidence = LifeEvidence(self.instances, self._turn, settings.life)
         self._refusals = Refusals(settings.retry_after_s)
         self._plans = PlacementPlans(
             self.requests,
@@ -158,7 +160,7 @@ class RouterState:
             self.affinity,
             self.migrations,
             self._refusals.held,
-            settings.circuit,
+            self._evidence,
             settings.place_lease_s,
             self._turn,
         )
@@ -184,6 +186,7 @@ class RouterState:
             self.reservations,
             self.requests,
             self._plans,
+            self._evidence,
             self._turn,
             stale_report_s=settings.stale_report_s,
             lost_instance_s=settings.lost_instance_s,
@@ -250,6 +253,8 @@ class RouterState:
             self._turn.anything |= not self._work
         elif not self._work.defers(event):
             effects = self._apply(event, now)
+        if self._evidence.changes:
+            effects = [*effects, *self._evidence.take_changes()]
         if self._turn.fleet_changed:
             self._turn.fleet_changed, self._turn.anything = False, True
             effects = [*effects, ev.FleetChanged()]
@@ -325,6 +330,9 @@ class RouterState:
                 return self._gateways.step_done(event, now)
             case ev.StreamOpened():
                 return self._gateways.stream_opened(event, now)
+            case ev.Heard():
+                self._evidence.heard(event.instance_ids, now)
+                return []
             case ev.DrainsChanged():
                 self._turn.fleet_changed |= self.instances.drain(event.incarnations, event.moving)
                 return []
@@ -361,11 +369,13 @@ class RouterState:
     @property
     def sweeping(self) -> bool:
         """Whether a sweep of an index is in progress; sweep() must then be called again soon."""
-        return self.index.sweeping or self.lower_tiers.sweeping
+        assumed = self.prefix_knowledge.approximate_index.index
+        return self.index.sweeping or assumed.sweeping or self.lower_tiers.sweeping
 
     def sweep(self) -> None:
         """Run one turn of the sweep of each index, as PrefixIndex.sweep. Mutates."""
         self.index.sweep()
+        self.prefix_knowledge.approximate_index.index.sweep()
         self.lower_tiers.sweep()
 
     def explain(self, request: PlacementRequest, now: float, policy: Policy | None = None) -> Decision | ev.Refused:
@@ -443,7 +453,7 @@ class RouterState:
         self.owned.take(event.pool)
         self._sessions.pool_taken(event.pool, now)
         self.admission.forget_pool(event.pool)
-        self._close_circuits(event.pool)
+        self._forget_evidence(event.pool)
         self.prefill_observer.take_over(event.pool, event.mean_work)
         self.pool_choices.take_over(event.pool, event.facts, now)
         if event.idle_sessions is not None:
@@ -494,7 +504,7 @@ class RouterState:
         self._turn.fleet_changed = True
 
     def _pool_lost(self, pool: str, now: float) -> WorkSteps:
-        self._close_circuits(pool)
+        self._forget_evidence(pool)
         self.admission.forget_pool(pool)
         self.pool_choices.forget_pool(pool)
         self._turn.fleet_changed = True
@@ -518,21 +528,20 @@ class RouterState:
         for _ in self.requests.forget_ended(pool):
             yield []
 
-    def _close_circuits(self, pool: str) -> None:
-        """Reset the circuits, recent migrations and sessions of a pool whose owner changes. The new owner learns its own.
-        Mutates."""
+    def _forget_evidence(self, pool: str) -> None:
+        """Forget the evidence about the engines, the recent migrations and sessions of a pool whose owner changes. The new owner
+        learns its own. Mutates."""
         self.affinity.forget_pool(pool)
         for record in self.instances.members(pool, pool):
             self.migrations.drop(record.info.instance_id)
-            record.circuit = Circuit()
-            record.forget_snapshot()
-            self.instances.refresh(record)
+            self.instances.live_anew(record)
 
     def _tick(self, now: float) -> list[ev.Effect]:
         effects: list[ev.Effect] = []
         for reservation in self.reservations.expired(now)[:ENDS_AT_ONCE]:
             effects += self._plans.cancelled(reservation.request_id, "its lease ended", now)
         self.sweep()
+        self._evidence.tick(now)
         effects += self._reports.tick(now)
         self.affinity.expire(now)
         for instance_id in self.migrations.expire(now):

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
+from pointsman_common.core.addresses import Address, parse_address
 from pointsman_common.io import event_loop
 from pointsman_common.io.auth import TokenInterceptor, is_loopback
 from pointsman_common.io.channel import SERVER_OPTIONS, listen_on
@@ -88,8 +89,7 @@ class RouterServer:
     async def start(self) -> None:
         """Start all servers and the router's background work. Raises OSError or RuntimeError if an address is in use."""
         self.port = listen_on(self._server, self.settings.listen, self._credentials)
-        host = self.settings.listen.rpartition(":")[0]
-        self.router.store.address = self.settings.advertise or f"{_reachable(host)}:{self.port}"
+        self.router.store.address = self.settings.advertise or _reachable(self.settings.listen, self.port)
         await self._server.start()
         for service in (AGENT_SERVICE, FLEET_SERVICE):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
@@ -99,9 +99,8 @@ class RouterServer:
             await self._start_metrics()
         if self.console is not None:
             await self.console.start()
-            scheme, _, listens = self.console.address.partition("://")
-            host, _, port = listens.rpartition(":")
-            self.router.console_url = self.settings.console_advertise or f"{scheme}://{_reachable(host)}:{port}"
+            reached = _reachable(self.settings.console_listen, self.console.port)
+            self.router.console_url = self.settings.console_advertise or f"{self.console.scheme}://{reached}"
             log.info("console is listening", address=self.console.address)
         log.info("router is listening", address=self.settings.listen, router_id=self.settings.router_id)
 
@@ -146,12 +145,13 @@ class RouterServer:
         app.add_routes([web.get("/metrics", metrics), web.get("/health", healthy)])
         self._web = web.AppRunner(app, access_log=None)
         await self._web.setup()
-        host, _, port = self.settings.metrics_listen.rpartition(":")
-        await web.TCPSite(self._web, host, int(port)).start()
+        await web.TCPSite(self._web, *parse_address(self.settings.metrics_listen).to_listen).start()
 
 
-def _reachable(host: str) -> str:
-    return socket.gethostname() if host.strip("[]") in ("0.0.0.0", "::", "") else host
+def _reachable(listen: str, port: int) -> str:
+    """Return the HOST:PORT at which others reach what listens at `listen` with the port `port`."""
+    address = parse_address(listen)
+    return str(Address(socket.gethostname() if address.is_wildcard else address.host, port))
 
 
 def run(settings: RouterSettings, policies: Policies = POLICIES) -> None:

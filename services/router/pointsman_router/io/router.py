@@ -23,7 +23,7 @@ from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.admission.session_admission import AdmissionSettings
 from pointsman_router.core.gateway_claims import GatewayClaims
 from pointsman_router.core.history.fleet_history import FleetHistory
-from pointsman_router.core.instances.circuit_breaker import CircuitSettings
+from pointsman_router.core.instances.engine_life import LifeSettings
 from pointsman_router.core.instances.instance_orders import OrderChange
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.key_limit_accounts import KeyLimitAccounts
@@ -150,7 +150,7 @@ class Router:
                     expiry=settings.hold_expiry,
                 ),
                 admission=AdmissionSettings(settings.session_admission, standard_s=settings.admission_standard_s),
-                circuit=CircuitSettings(settings.circuit_failures),
+                life=LifeSettings(settings.circuit_failures),
                 migration_window_s=settings.migration_window_s,
                 stale_report_s=settings.stale_report_s,
                 stale_keys_s=settings.stale_keys_s,
@@ -343,6 +343,16 @@ class Router:
                         instance=instance_id,
                         reason=reason,
                     )
+                case ev.EventsDistrusted(instance_id, reason):
+                    log.warning(
+                        "an instance's KV events do not agree with its answers; its prefixes are approximate",
+                        instance=instance_id,
+                        reason=reason,
+                    )
+                case ev.EventsTrusted(instance_id):
+                    log.info(
+                        "an instance's KV events agree with its answers; its prefixes are exact", instance=instance_id
+                    )
                 case ev.ReportIgnored(request_id, gateway_id):
                     ignored = True
                     self.telemetry.ignored_reports.inc()
@@ -353,6 +363,15 @@ class Router:
                     )
                 case ev.PolicyTaken():
                     self._tell_policy(effect)
+                case ev.LifeChanged():
+                    self._tell_life(effect)
+                case ev.InstanceKept(instance_id, pool, reason):
+                    log.warning(
+                        "an instance stays in the fleet without an agent; start its agent again",
+                        instance=instance_id,
+                        model=pool,
+                        reason=reason,
+                    )
                 case ev.FleetChanged():
                     fleet_changed = True
                 case ev.PoolForgotten(pool):
@@ -361,7 +380,7 @@ class Router:
                     self.telemetry.parked(effect.pool)
                     answers.append(effect)
                 case ev.Move():
-                    self.telemetry.moves.labels("lost" if effect.lost else "drain").inc()
+                    self.telemetry.moves.labels("lost" if effect.lost else "silent" if effect.silent else "drain").inc()
                     self._tell_gateway(effect)
         if (
             isinstance(ended := event.report if isinstance(event, ev.GatewayReported) else event, ev.Finished)
@@ -408,6 +427,20 @@ class Router:
             exact=facts.exact,
             learned=facts.learned,
             mean_cost=round(facts.mean_cost, 2),
+        )
+
+    def _tell_life(self, changed: ev.LifeChanged) -> None:
+        """Log and count that an instance was put out, or in, by what its requests show."""
+        if not changed.out:
+            log.info("an instance answers again", instance=changed.instance_id, model=changed.pool)
+            return
+        self.telemetry.put_out.labels(changed.pool, changed.cause).inc()
+        log.warning(
+            "an instance gets no requests but one at a time on trial, until it answers",
+            instance=changed.instance_id,
+            model=changed.pool,
+            cause=changed.cause,
+            reason=changed.reason,
         )
 
     def _tell_fleet(self) -> None:

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from pointsman_common.io.settings import InvalidSetting, OtlpEndpoint, split_urls
+from pointsman_common.io.settings import HostPort, InvalidSetting, OptionalHostPort, OtlpEndpoint, split_urls
 from pointsman_router.core.policy.base import Policy, SettingError
 from pointsman_router.core.policy.registry import DEFAULT_POLICY, Policies, make_policy
 from pointsman_router.core.router_state import StateSettings
@@ -39,10 +39,14 @@ class RouterSettings(BaseSettings):
         "console_max_viewers": "16",
     }
 
-    listen: str = Field("127.0.0.1:50051", description="HOST:PORT of the gRPC services")
-    advertise: str = Field("", description="HOST:PORT at which gateways reach this replica; empty: from `listen`")
-    metrics_listen: str = Field("127.0.0.1:9100", description="HOST:PORT of /metrics and /health; empty: none")
-    console_listen: str = Field("", description="HOST:PORT of the console, a web page; empty: none")
+    listen: HostPort = Field("127.0.0.1:50051", description="HOST:PORT of the gRPC services")
+    advertise: OptionalHostPort = Field(
+        "", description="HOST:PORT at which gateways reach this replica; empty: from `listen`"
+    )
+    metrics_listen: OptionalHostPort = Field(
+        "127.0.0.1:9100", description="HOST:PORT of /metrics and /health; empty: none"
+    )
+    console_listen: OptionalHostPort = Field("", description="HOST:PORT of the console, a web page; empty: none")
     console_advertise: str = Field(
         "", description="URL at which browsers reach this replica's console; empty: from `console_listen`"
     )
@@ -93,7 +97,10 @@ class RouterSettings(BaseSettings):
         description="seconds that reservations are kept after their gateway's stream has ended",
     )
     max_requests_per_instance: int = Field(
-        _STATE.limits.max_requests, ge=0, description="maximum open requests per instance; 0: unlimited"
+        _STATE.limits.max_requests,
+        ge=0,
+        description="maximum open requests per instance, each sequence of a request counted (an instance below it takes a whole "
+        "request); 0: unlimited",
     )
     max_kv_usage: float = Field(
         _STATE.limits.max_kv_usage,
@@ -133,9 +140,9 @@ class RouterSettings(BaseSettings):
         "interactive, 600 for batch",
     )
     circuit_failures: int = Field(
-        _STATE.circuit.failures,
+        _STATE.life.failures,
         ge=0,
-        description="number of failed requests in a row that opens an instance's circuit; 0: never",
+        description="number of failed requests in a row after which an instance gets requests only on trial; 0: never",
     )
     lost_instance_s: float = Field(
         _STATE.lost_instance_s, gt=0, description="seconds that an instance is kept after its agent's stream has ended"

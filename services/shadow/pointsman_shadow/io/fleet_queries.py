@@ -151,7 +151,8 @@ class FleetQueries:
 
     def _count(self, answer: fleet_pb2.ListInstancesResponse) -> None:
         for status in answer.instances:
-            if status.HasField("load"):
+            counters = {"prefix_cache_queries", "prefix_cache_hits"}
+            if status.HasField("load") and not counters.intersection(status.load.unknown):
                 key = status.instance.instance_id, status.instance.incarnation
                 now = status.load.prefix_cache_queries, status.load.prefix_cache_hits
                 self._counters.setdefault(key, _Counter(now, now)).last = now

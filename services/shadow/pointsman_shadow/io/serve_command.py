@@ -15,6 +15,7 @@ import structlog
 import typer
 import uvloop
 
+from pointsman_common.core.addresses import parse_address
 from pointsman_common.io.logs import configure_logs
 from pointsman_gateway.core.http_message import Headers
 from pointsman_gateway.io.http.server import Server
@@ -219,11 +220,10 @@ async def _serve(settings: ServeSettings) -> None:
     try:
         shadow = ShadowService(settings)
         server = Server(shadow.handler, ServerLimits(settings.max_body_bytes, BACKLOG_BYTES))
-        host, _, port = settings.listen.rpartition(":")
-        address, bound = await server.start(host.strip("[]"), int(port))
+        bound = await server.start(parse_address(settings.listen))
     except (OSError, ValueError, TokenizerNotFound) as error:
         raise SystemExit(f"pointsman shadow serve: {error}") from None
-    typer.echo(f"send mirrored requests to http://{address}:{bound}")
+    typer.echo(f"send mirrored requests to http://{bound}")
     console = make_console()
 
     async def report() -> None:

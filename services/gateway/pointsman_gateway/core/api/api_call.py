@@ -79,6 +79,7 @@ class ClientRules:
     client_cache_salt: bool = False
     cache_salt: str = ""
     own_session: bool = True  # whether the body's session id may reach the engine unchanged
+    max_sequences: int = 1 << 14  # of one request: its prompts, times the answers to each (vLLM's own maximum of `n`)
 
 
 @dataclass
@@ -108,6 +109,13 @@ class ApiCall:
     light: bool = False  # whether decode_light() has decoded the body
     continuable: bool = False  # whether another engine can go on with its answer (continuable.py)
     continuable_by_text: bool = False  # whether it can if it only knows the answer's text
+    prompts: int = 1  # number of prompts, or of a pooling API's texts
+    answers: int = 1  # number of answers to each (`n`)
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences that the engine runs."""
+        return self.prompts * self.answers
 
     def drop_prompt(self) -> None:
         """Release what only sending needs, since prompts are long and a stream may last for minutes after sending. Mutates."""

@@ -60,6 +60,7 @@ class ApiRequestError(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
         queue_place: int = 0,
+        may_retry: bool = True,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -69,6 +70,7 @@ class ApiRequestError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
         self.queue_place = queue_place
+        self.may_retry = may_retry
 
     def body(self, error_format: ErrorFormat = ErrorFormat.OPENAI) -> bytes:
         """Return the JSON body of the response."""
@@ -78,12 +80,15 @@ class ApiRequestError(Exception):
 
     def headers(self) -> dict[str, str]:
         """Return Retry-After in whole seconds, at least 1, unless a retry cannot help; and the request's place among those that
-        were parked, if it was."""
+        were parked, if it was; and X-Should-Retry: false, which OpenAI's and Anthropic's clients heed, if none should send
+        the request again by itself."""
         fields = {}
         if self.retry_after_s is not None:
             fields["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
         if self.queue_place:
             fields[QUEUE_PLACE_HEADER] = str(self.queue_place)
+        if not self.may_retry:
+            fields["X-Should-Retry"] = "false"
         return fields
 
 

@@ -14,6 +14,7 @@ from pointsman_gateway.core.api.decode_body import decode_body
 from pointsman_gateway.core.api.errors import ApiRequestError
 from pointsman_gateway.core.api.field_checks import check_model
 from pointsman_gateway.core.api.prompt_length import check_items
+from pointsman_gateway.core.api.sequences import count_answers, count_prompts
 
 # Fields that a client may not set, because they control the engine's internals (docs/security.md).
 FORBIDDEN_FIELDS = ("kv_transfer_params", "ec_transfer_params", "priority")
@@ -87,7 +88,9 @@ def _parse(
     requested_model = body["model"]
     model = rules.aliases.get(requested_model, requested_model)
     check_items(endpoint, body, context_of(model))
+    prompts = count_prompts(endpoint, body, rules.max_sequences)
     _CHECKS[endpoint](body)
+    answers = count_answers(endpoint, body, prompts, rules.max_sequences)
     hint = body.get("session_id") or body.get("prompt_cache_key") or ""
     stripped = _strip(endpoint, body, rules)
     if model != requested_model:
@@ -121,6 +124,8 @@ def _parse(
         hide_usage=hide_usage,
         continuable=(continuable := is_continuable(endpoint, body)),
         continuable_by_text=continuable and is_continuable_by_text(endpoint, body),
+        prompts=prompts,
+        answers=answers,
     )
 
 

@@ -5,13 +5,14 @@ The names are those of the endpoint-picker protocol of the Gateway API Inference
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_address
 from typing import Any
-from urllib.parse import urlsplit
 
 from google.protobuf.struct_pb2 import ListValue, Struct
 
+from pointsman_common.core.addresses import Address, parse_address
 from pointsman_gateway.core.request.request_events import Target
 
 # Namespace and name of the metadata by which a proxy restricts the endpoints.
@@ -20,20 +21,8 @@ SUBSET_NAMESPACE, SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoi
 # names the endpoint which answered.
 NAMESPACE, DESTINATION = "envoy.lb", "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
-_PORT_DIGITS = 5
 # Attribute by which Envoy itself names the endpoint that answered.
 UPSTREAM_ADDRESS = "upstream.address"
-
-
-def host_and_port(url: str) -> tuple[str, int]:
-    """Return host and port of an instance's base URL."""
-    parts = urlsplit(url)
-    return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-
-
-def endpoint(address: str, port: int) -> str:
-    """Return an endpoint; `address` is an IP address without brackets."""
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 class Subset:
@@ -67,17 +56,15 @@ def _entries(value: Any) -> Iterator[str]:
                 yield from _entries(one)
 
 
-def _normal(entry: str) -> tuple[str, int]:
+def _normal(entry: str) -> Address:
     """Return address and port of an entry, port 0 if it has none."""
-    host, colon, port = entry.rpartition(":")
-    number = port.isascii() and port.isdigit() and len(port) <= _PORT_DIGITS
-    if not colon or not number or (":" in host and not host.startswith("[")):
-        host, port = entry, "0"
-    host = host.strip("[]")
     try:
-        return str(ip_address(host)), int(port)
+        host, port = parse_address(entry)
     except ValueError:
-        return host, int(port)
+        host, port = entry.strip("[]"), 0
+    with contextlib.suppress(ValueError):
+        host = str(ip_address(host))
+    return Address(host, port)
 
 
 def served_endpoint(metadata: Mapping[str, Struct], attributes: Mapping[str, Struct]) -> str:

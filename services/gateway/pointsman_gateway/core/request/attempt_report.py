@@ -47,12 +47,15 @@ def finished(
         request_id=effect.attempt_id,
         outcome=placement_pb2.Outcome.ValueType(effect.outcome.value),
         prompt_tokens=None if usage.prompt is None else usage.prompt + before,
-        cached_tokens=usage.cached,
+        # Of several sequences engines tell the cached tokens of one, which may include what another has just computed.
+        cached_tokens=usage.cached if context.call.sequences == 1 else None,
         output_tokens=None if usage.output is None else max(usage.output - before, 0),
         error=effect.error,
         http_status=status,
         refused=effect.refused,
         refused_by=effect.refused_by,
+        broke=effect.broke,
+        alike=effect.alike,
         finish_reason=placement_pb2.FinishReason.ValueType(_FINISH_REASONS.get(attempt.usage.finish_reason, 0)),
     )
     report.timings.placed_ms = _ms(attempt.placed_at, since)

@@ -10,8 +10,12 @@ from __future__ import annotations
 import re
 from array import array
 
+from msgspec.structs import asdict
+
+from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import KEY_TOKENS, extend_keys
+from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY
 from pointsman_gateway.core.api import with_fields
 from pointsman_gateway.core.api.continuable import RECORD_FIELD
 from pointsman_gateway.core.memory_budget import MemoryBudget
@@ -74,5 +78,9 @@ def continued_placement(context: RequestContext, ids: TokenIds) -> placement_pb2
     # It has its place in the fleet: it goes on, and no other instance computes a part of it.
     request.continues_session = request.single_instance = request.resumed = True
     request.sliceable_tokens = 0
+    if request.longest_prompt_tokens:
+        request.longest_prompt_tokens += len(ids)
+    if context.answered_by != UNKNOWN_IDENTITY:
+        request.begun_by.CopyFrom(agent_pb2.EngineIdentity(**asdict(context.answered_by)))
     request.ClearField("ttft_deadline")
     return request

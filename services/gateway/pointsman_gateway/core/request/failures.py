@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pointsman_gateway.core.request.request_events import (
+    BREAKS_INSTANCES,
     DEADLINE_EXCEEDED,
     INTERNAL,
     PLACEMENT_TIMEOUT,
@@ -34,6 +35,7 @@ _FAILURES = {
     UNAVAILABLE: (503, "server_error", "no_instance"),
     INTERNAL: (502, "server_error", "instance_failed"),
     PLACEMENT_TIMEOUT: (503, "server_error", "placement_timeout"),
+    BREAKS_INSTANCES: (500, "server_error", "breaks_instances"),
     DEADLINE_EXCEEDED: (504, "server_error", "first_token_too_late"),
 }
 

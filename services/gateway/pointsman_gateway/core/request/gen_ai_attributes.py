@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pointsman_common.core.addresses import address_of_url
 from pointsman_common.core.tracing import Value, known_attributes
 from pointsman_gateway.core.api import ApiCall, Endpoint
 from pointsman_gateway.core.streaming.usage_and_end import Usage
@@ -57,11 +58,11 @@ def span_name(attributes: Mapping[str, Value]) -> str:
 def answer_attributes(usage: Usage, url: str, time_to_first_chunk_s: float | None, error: str) -> dict[str, Value]:
     """Return the attributes of the response of an engine at `url` (http(s)://HOST:PORT). Token counts are the engine's own; input
     tokens include cached ones. `error` is empty if the request succeeded."""
-    host, _, port = url.partition("://")[2].partition("/")[0].rpartition(":")
+    host, port = address_of_url(url)
     return known_attributes(
         {
-            "server.address": host.strip("[]"),
-            "server.port": int(port) if port.isdigit() else None,
+            "server.address": host,
+            "server.port": port,
             "gen_ai.usage.input_tokens": usage.prompt,
             "gen_ai.usage.cache_read.input_tokens": usage.cached,
             "gen_ai.usage.output_tokens": usage.output,

@@ -7,6 +7,7 @@ from heapq import nsmallest
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
+from pointsman_common.core.engine_identity import Use, compatible
 from pointsman_gateway.core.request.placement_messages import target_of
 from pointsman_gateway.core.request.request_events import StepAssigned, Target
 
@@ -22,6 +23,27 @@ def least_inflight(
     least = min(inflight.get(instance_id, 0) for instance_id in ready)
     best = [instance_id for instance_id in ready if inflight.get(instance_id, 0) == least]
     return best[round_robin % len(best)]
+
+
+def unfit(request: placement_pb2.PlacementRequest, instances: Collection[placement_pb2.InstanceRef]) -> list[str]:
+    """Return the instances that a request must not be placed on, as routers exclude them: their context does not hold the prompt,
+    while another's does, or they are known to differ from the engines that began the answer."""
+    tokens, output = request.longest_prompt_tokens or request.input_tokens, request.max_output_tokens
+
+    def holds(instance: placement_pb2.InstanceRef) -> bool:
+        context = instance.max_model_len
+        return not context or (tokens < context and output <= context)
+
+    too_small = {instance.instance_id for instance in instances if not holds(instance)}
+    if len(too_small) == len(instances):
+        too_small = set()
+    begun = request.begun_by if request.HasField("begun_by") else None
+    return [
+        instance.instance_id
+        for instance in instances
+        if instance.instance_id in too_small
+        or (begun is not None and not compatible(begun, instance.identity, Use.ANSWER))
+    ]
 
 
 def fallbacks(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from xxhash import xxh3_64_intdigest
 
 from pointsman.router.v1 import placement_pb2
+from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_gateway.core.api import ApiCall, estimated_tokens
 from pointsman_gateway.core.api.errors import ApiRequestError
 from pointsman_gateway.core.api.openai_responses import not_stored, storing_instance
@@ -35,17 +36,19 @@ SESSION_END_HEADER = "X-Pointsman-Session-End"
 # Header for the session that started the request's session and waits for it.
 PARENT_HEADER = "X-Pointsman-Parent-Session"
 _DECIMAL = re.compile(r"\d{1,9}(?:\.\d{1,9})?", re.ASCII)
+_MAX_TOKENS = (1 << 32) - 1  # that a field of the router's protocol holds
 _KEYS_FIELD = placement_pb2.PlacementRequest.KEYS_FIELD_NUMBER
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """A prompt's tokens and block keys; None and no keys if the tokens are only estimated. `count`: number of tokens of all
-    prompts of the request, exact or estimated."""
+    prompts of the request, exact or estimated. `computed`: number of tokens that an engine with an empty cache computes."""
 
     prompt: Prompt | None
     keys: BlockKeys
     count: int
+    computed: int
 
 
 class RequestPreparer:
@@ -65,11 +68,12 @@ class RequestPreparer:
         if call.reads_prefix_cache:
             keys = self._token_cache.keys(prompt.ids, pool.model, context.lora, call.cache_salt)
         count = max(estimated_tokens(call), len(prompt.ids)) if prompt.media else sum(prompt.lengths)
-        return Tokens(prompt, keys, count)
+        return Tokens(prompt, keys, count, _computed(call, count, prompt.common))
 
     def estimate(self, call: ApiCall) -> Tokens:
         """Return estimated tokens for a prompt whose tokens only the engine can compute."""
-        return Tokens(None, array("Q"), estimated_tokens(call))
+        count = estimated_tokens(call)
+        return Tokens(None, array("Q"), count, _computed(call, count, 0))
 
     def prepare(self, context: RequestContext, tokens: Tokens, now: float, *, dry: bool) -> None:
         """Complete a request's context by its tokens. Raises ApiRequestError. Mutates `context` and, except in a dry run (`dry`),
@@ -93,9 +97,11 @@ class RequestPreparer:
             model=call.model,
             tenant=tenant,
             session_id=session,
-            input_tokens=tokens.count,
+            input_tokens=tokens.computed,
             # A pooling request decodes nothing; 0 would mean that the number of output tokens is open.
-            max_output_tokens=_output_tokens(call, prompt, state.pool.max_model_len) if call.endpoint.generates else 1,
+            max_output_tokens=call.max_output_tokens if call.endpoint.generates else 1,
+            # With media the tokens of the text are not all.
+            longest_prompt_tokens=0 if prompt is None or prompt.media else max(prompt.lengths),
             exclude=_elsewhere(call, state, tenant),
             traceparent=traceparent if len(traceparent) <= MAX_TRACEPARENT else "",
             priority=client.priority,
@@ -103,6 +109,9 @@ class RequestPreparer:
             continues_session=bool(call.previous_response_id) or _answers_model(call),
             parkable=True,
         )
+        context.prompt_tokens = tokens.count
+        if call.sequences > 1:
+            placement.sequences, placement.sequence_tokens = call.sequences, tokens.count * call.answers
         if parent := headers.get(PARENT_HEADER):
             placement.parent_session_id = bounded_id(parent)
         timeout_s = ttft_timeout_s(headers)
@@ -126,6 +135,18 @@ class RequestPreparer:
         )
         placement.single_instance = bool(context.transfer_obstacle)
         context.ends_session = bool(session) and ends_session(headers)
+
+
+def _computed(call: ApiCall, count: int, common: int) -> int:
+    """Return the number of tokens that an engine with an empty cache computes for prompts of `count` tokens in total, the first
+    `common` of which they all have.
+
+    vLLM runs each answer to each prompt as a request of its own. The blocks that one of them computes are in the prefix cache
+    from the step in which it is scheduled, so the others do not compute them.
+    """
+    if call.reads_prefix_cache:
+        return count - (call.prompts - 1) * (common - common % KEY_TOKENS)
+    return min(count * call.answers, _MAX_TOKENS)
 
 
 def _answers_model(call: ApiCall) -> bool:
@@ -204,10 +225,3 @@ def _elsewhere(call: ApiCall, state: PoolState, tenant: str) -> list[str]:
 def _chain(keys: BlockKeys, prompt: Prompt) -> BlockKeys:
     """Return the keys that identify the session: the block keys, and a hash of the prompt's first media part."""
     return array("Q", [*keys, xxh3_64_intdigest(prompt.media)]) if prompt.media else keys
-
-
-def _output_tokens(call: ApiCall, prompt: Prompt | None, context: int) -> int:
-    """Return the maximum number of output tokens, 0 if open; not more than the context has room for, if that is known."""
-    if prompt is None or not context:
-        return call.max_output_tokens
-    return min(call.max_output_tokens, context - max(prompt.lengths))

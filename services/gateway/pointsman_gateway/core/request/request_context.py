@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import KEY_TOKENS
+from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity, Use, compatible, merged
 from pointsman_gateway.core.api import ApiCall, Endpoint, with_fields
 from pointsman_gateway.core.api.openai_responses import response_id
 from pointsman_gateway.core.http_message import Headers
 from pointsman_gateway.core.pool_state import PoolState
 from pointsman_gateway.core.rate_limits import KeyCharge
-from pointsman_gateway.core.request.request_events import StepAssigned
+from pointsman_gateway.core.request.request_events import StepAssigned, Target
 from pointsman_gateway.core.request_trace import RequestTrace
 from pointsman_gateway.core.tenants import Client
 from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
@@ -34,6 +35,7 @@ class RequestContext:
     trace: RequestTrace | None = None  # None: traces are off
 
     placement: placement_pb2.PlacementRequest = field(default_factory=placement_pb2.PlacementRequest)
+    prompt_tokens: int = 0  # of all prompts, as the engine's usage counts them
     transfer_obstacle: str = ""  # why prefill and answer must be on one instance; empty if they need not be
     ids: TokenIds | None = None  # of the prompt, up to its first media part; None if only estimated
     exact_tokens: int = 0  # tokens of the whole prompt; 0 if only estimated
@@ -43,12 +45,28 @@ class RequestContext:
 
     kept_payload: bytes = b""  # the body, while its answer is streamed and may be continued elsewhere
     response_id: str = ""  # of a Responses response, which it keeps if its answer is continued elsewhere
+    answered_by: EngineIdentity = UNKNOWN_IDENTITY  # what is known of the engines that have begun the answer
+    # Whether the tokens of the engine that began the answer equal the gateway's; None if it is not known.
+    answered_exactly: bool | None = None
     rest: TokenIds | None = None  # the prompt's tokens after the last whole block; None if only estimated
 
     @property
     def tokenizer(self) -> ModelTokenizer | None:
         """The tokenizer for the call's prompt; None if its tokens cannot be computed exactly."""
         return self.state.tokenizer_for(self.call.endpoint) if self.call.endpoint.generates else None
+
+    def answer_begun(self, target: Target) -> None:
+        """Note the engine that has begun the answer, or goes on with it. Mutates."""
+        self.answered_by = merged(self.answered_by, target.identity)
+        if self.answered_exactly is None:
+            self.answered_exactly = self.state.tokens_equal(target.url, target.incarnation)
+
+    def may_go_on(self, target: Target) -> bool:
+        """Return whether nothing is known that keeps an engine from going on with the answer that others have begun."""
+        exactly = self.state.tokens_equal(target.url, target.incarnation)
+        return compatible(self.answered_by, target.identity, Use.ANSWER) and (
+            None in (exactly, self.answered_exactly) or exactly is self.answered_exactly
+        )
 
     def drop_prompt(self, *, keep: bool) -> None:
         """Release what only sending needs, once an answer has begun. `keep`: the answer may be continued elsewhere, for which

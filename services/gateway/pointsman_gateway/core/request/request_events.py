@@ -5,9 +5,13 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity
+
 NOT_FOUND, RESOURCE_EXHAUSTED, UNAVAILABLE, INTERNAL, DEADLINE_EXCEEDED = 5, 8, 14, 13, 4
 # The gateway's own code, not one of google.rpc.Code: no router assigned a step in time.
 PLACEMENT_TIMEOUT = 100
+# Likewise: two instances broke the connection under the same request.
+BREAKS_INSTANCES = 101
 
 
 class Outcome(enum.IntEnum):
@@ -26,7 +30,7 @@ class Target:
 
     `kv_protocol` is its KV transfer protocol (MOONCAKE, NIXL; empty: none), `bootstrap_url` its bootstrap server's URL.
     `layerwise`: the second request of a transfer is sent before the first has ended. `can_consume_kv`: the instance can receive
-    KV of another instance.
+    KV of another instance. `identity`: what makes it interchangeable with others.
     """
 
     instance_id: str
@@ -37,6 +41,7 @@ class Target:
     bootstrap_url: str = ""
     layerwise: bool = False
     can_consume_kv: bool = True
+    identity: EngineIdentity = UNKNOWN_IDENTITY
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ class StepAssigned:
 
     `kv_target`: the instance that answers from the KV of this PREFILL, if it is another one. `kv_source`: the instance that has
     the KV for this SERVE. `runner_up`: id of the instance with the best score besides the target; empty if it is not known.
+    `doubted`: the target's last answer was an error, or it has not answered yet, and there are others: if it rejects the request,
+    another one is asked.
     """
 
     attempt_id: str
@@ -69,6 +76,7 @@ class StepAssigned:
     kv_target: Target | None = None
     kv_source: Target | None = None
     runner_up: str = ""
+    doubted: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,11 +109,12 @@ class RouterLost:
 @dataclass(frozen=True)
 class PrefillEnded:
     """A PREFILL step ended; `error` is empty if it succeeded. `instance_failed`: its instance caused the failure. `refused`: the
-    instance answered 5xx, which the request itself may have caused."""
+    instance answered 5xx, which the request itself may have caused. `broke`: the instance broke the connection."""
 
     error: str = ""
     instance_failed: bool = False
     refused: bool = False
+    broke: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,10 +131,11 @@ class ResponseStarted:
 
 @dataclass(frozen=True)
 class ResponseRejected:
-    """The instance answered 4xx, or the gateway rejects the answer (too long, no memory for it). A retry at another instance
-    would not help; the client gets the error."""
+    """The instance answered 4xx, or the gateway rejects the answer (`own`: too long, no memory for it). A retry at another
+    instance would not help, unless the instance is doubted; the client gets the error."""
 
     status: int
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,7 +150,8 @@ class UpstreamFailed:
     """The connection was refused or lost, or the instance answered 5xx or was silent. `status` is 0 without an answer. `refused`:
     the instance answered 5xx, which the request or the instance may have caused. `continuable`: another instance can go on with
     the stream. `innocent`: the instance works, but not for this request. `moved`: so it does, and the gateway itself has ended
-    the attempt, because operators empty the instance."""
+    the attempt, because operators empty the instance, or it is silent. `broke`: the instance broke the connection after it had
+    the request, which may have killed the engine. `progressed`: after a good part of an answer."""
 
     error: str
     status: int = 0
@@ -148,6 +159,8 @@ class UpstreamFailed:
     continuable: bool = False
     innocent: bool = False
     moved: bool = False
+    broke: bool = False
+    progressed: bool = False
 
 
 @dataclass(frozen=True)
@@ -258,7 +271,7 @@ class AbortUpstream:
 
 @dataclass(frozen=True)
 class ReportFirstToken:
-    """Report the first byte. `refused_by`: the instances that answered 5xx to earlier attempts or steps of the request."""
+    """Report the first byte. `refused_by`: the instances that answered earlier attempts or steps of the request with an error."""
 
     attempt_id: str
     refused_by: tuple[str, ...] = ()
@@ -266,9 +279,10 @@ class ReportFirstToken:
 
 @dataclass(frozen=True)
 class ReportFinished:
-    """Report an attempt's end. `error` contains no address. `refused`: the instance answered 5xx, which the request itself may
-    have caused. `refused_by`: as in ReportFirstToken, for an attempt that is rejected without a first token. `continued`: the
-    next attempt goes on with its answer, and has the usage of the whole."""
+    """Report an attempt's end. `error` contains no address. `refused`: the instance answered with an error, and `broke`: it broke
+    the connection, which the request itself may have caused. `alike`: the instances that failed so at earlier attempts, so that
+    the request is at fault. `refused_by`: as in ReportFirstToken, for an attempt that is rejected without a first token.
+    `continued`: the next attempt goes on with its answer, and has the usage of the whole."""
 
     attempt_id: str
     outcome: Outcome
@@ -277,6 +291,8 @@ class ReportFinished:
     refused: bool = False
     refused_by: tuple[str, ...] = ()
     continued: bool = False
+    broke: bool = False
+    alike: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -288,7 +304,8 @@ class ReportServedAlone:
 
 @dataclass(frozen=True)
 class FailRequest:
-    """Answer the client with an error. `code` as in Refusal, or INTERNAL if instances failed, or PLACEMENT_TIMEOUT. `place` as in
+    """Answer the client with an error. `code` as in Refusal, or INTERNAL if instances failed, or PLACEMENT_TIMEOUT, or
+    BREAKS_INSTANCES. `place` as in
     PlacementRefused."""
 
     code: int

@@ -9,19 +9,21 @@ Every wait has a deadline. A PREFILL or a transfer that fails is reported to the
 attempt. A plain SERVE that fails before its first byte is retried at another instance, in a new attempt with its own id that
 excludes the failed instance. So is one that fails in the middle of its stream, if another instance can go on with it, and one
 that operators have moved, which does not count as a retry. A proxy that sends the request may get its answer from another
-instance than the step's: that is a new attempt, too. If two
-instances answer the request with the same 5xx, the request itself is at fault: the client gets that answer, and the failure
-counts against no instance. If the router is lost after a part of the prompt is computed, a new attempt asks the next router,
-which finds that part cached. If no router answers, the step is one SERVE, at the instance that computed the part. Every attempt
-that the router may have placed ends in exactly one Finished, however the request ends.
+instance than the step's: that is a new attempt, too. If two instances answer the request with the same error, or break the
+connection under it, the request itself is at fault: no third one gets it, and the client gets that answer. A 4xx answer is
+compared so only if the router doubts the instance. If the router is lost after a part of the prompt is computed, a new attempt
+asks the next router, which finds that part cached. If no router answers, the step is one SERVE, at the instance that computed
+the part. Every attempt that the router may have placed ends in exactly one Finished, however the request ends.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import replace
+from math import inf
 
 from pointsman_gateway.core.request.request_events import (
+    BREAKS_INSTANCES,
     INTERNAL,
     NOT_FOUND,
     PLACEMENT_TIMEOUT,
@@ -59,6 +61,11 @@ from pointsman_gateway.core.request.request_events import (
     UpstreamFailed,
 )
 
+# Kind of failure, beside HTTP statuses: an instance broke the connection.
+BROKE = 0
+# Maximum wait for the placement of an attempt that is to show whether a 4xx answer was right, s.
+COMPARE_S = 2.0
+
 
 class Phase(enum.Enum):
     """The phase of a request."""
@@ -90,7 +97,10 @@ class RequestStateMachine:
         self._computed_at = ""  # instance that computed a part of the prompt in an attempt which lost its router
         self._exclude: list[str] = []
         self._refused_by: list[str] = []  # instances that answered 5xx to the request, or to a PREFILL of it
-        self._refusals: dict[int, str] = {}  # status of a 5xx to the whole request -> first instance that sent it
+        self._rejected_by: list[str] = []  # instances that answered 4xx to the request, and are doubted
+        # Status of an error to the whole request (BROKE: a broken connection) -> the instances that sent it.
+        self._refusals: dict[int, list[str]] = {}
+        self._compares = False  # the attempt is to show whether an instance that answered 4xx was right
         self._attempts = 0
         self._retries = 0  # attempts after a failure
         self._deadline = 0.0
@@ -134,6 +144,8 @@ class RequestStateMachine:
                 if event.refused and self.step is not None:
                     # Not counted in _refusals: a transfer can fail although the request is valid.
                     self._refused_by.append(self.step.target.instance_id)
+                if event.broke and self.step is not None and (alike := self._alike(BROKE, self.step)):
+                    return self._request_at_fault(event.error, alike, broke=True)
                 return self._step_ended(event.error, now, event.instance_failed)
             case PullEnded():
                 return self._pull_ended(event, now)
@@ -142,7 +154,7 @@ class RequestStateMachine:
             case ResponseRejected():
                 if self._early_step is not None:
                     return self._upstream_failed(UpstreamFailed(f"status {event.status}", event.status), now)
-                return self._end(Outcome.REJECTED, "rejected", event.status) if self.phase is Phase.SERVING else []
+                return self._response_rejected(event, now) if self.phase is Phase.SERVING else []
             case ResponseEnded():
                 outcome = Outcome.FAILED if event.error else Outcome.OK
                 return self._end(outcome, event.error) if self.phase is Phase.STREAMING else []
@@ -154,7 +166,7 @@ class RequestStateMachine:
     def _start_attempt(self, now: float) -> list[Effect]:
         self.phase, self.step, self._attempt_open, self._serve_only = Phase.PLACING, None, True, False
         self._early_step = self._early_failure = None
-        self._deadline = now + self._timeouts.placement_s
+        self._deadline = now + min(self._timeouts.placement_s, COMPARE_S if self._compares else inf)
         return [AskRouter(self.attempt_id, tuple(self._exclude), self._computed_at)]
 
     def _step_assigned(self, step: StepAssigned, now: float) -> list[Effect]:
@@ -225,7 +237,7 @@ class RequestStateMachine:
         if refused.code == NOT_FOUND:
             # The gateway sends only requests for models of the fleet, so the router has lost the model's instances.
             refused = replace(refused, code=UNAVAILABLE, message="No instance is ready for this model.")
-        if self._exclude and refused.code == UNAVAILABLE:
+        if self._compares or (self._exclude and refused.code == UNAVAILABLE):
             refused = replace(refused, code=INTERNAL, message="The instance failed and no other is ready.", place=0)
         return [*abort, self._failure(refused.code, refused.message, refused.retry_after_s, refused.place)]
 
@@ -289,7 +301,41 @@ class RequestStateMachine:
             return []
         effects = self._promote_early_step()
         self.phase, self._begun = Phase.STREAMING, True
+        self._refused_by += self._rejected_by
+        self._rejected_by = []
         return [*effects, ReportFirstToken(self.attempt_id, self._take_refused_by())]
+
+    def _response_rejected(self, rejected: ResponseRejected, now: float) -> list[Effect]:
+        """Pass on a 4xx answer, unless the instance is doubted, and another one has not been asked yet."""
+        assert self.step is not None
+        if rejected.own:  # The instance has answered.
+            return self._end(Outcome.REJECTED, "rejected")
+        alike = self._alike(rejected.status, self.step)
+        if alike or not self.step.doubted or self.step.kv_source or self._retries >= self._timeouts.max_retries:
+            return self._end(Outcome.REJECTED, "rejected", rejected.status, alike=alike)
+        self._rejected_by.append(self.step.target.instance_id)
+        self._exclude.append(self.step.target.instance_id)
+        ended = self._end(Outcome.FAILED, f"status {rejected.status}", rejected.status, refused=True)
+        return [*ended, *self._retry(now, compares=True)]
+
+    def _alike(self, status: int, step: StepAssigned) -> tuple[str, ...]:
+        """Return the other instances that failed with the same `status`, and add the step's to them. Mutates."""
+        known, instance_id = self._refusals.setdefault(status, []), step.target.instance_id
+        alike = tuple(other for other in known if other != instance_id)
+        if instance_id not in known:
+            known.append(instance_id)
+        return alike
+
+    def _request_at_fault(
+        self, error: str, alike: tuple[str, ...], status: int = 0, *, refused: bool = False, broke: bool = False
+    ) -> list[Effect]:
+        """End the request, with which several instances have failed in the same way. If they `broke` the connection, there is no
+        answer for the client."""
+        abort: list[Effect] = [AbortUpstream()] if broke else []
+        ended = self._end(Outcome.REJECTED, error, status, refused=refused, broke=broke, alike=alike)
+        why = f"{len(alike) + 1} instances broke the connection while they had this request. It is sent to no other."
+        failure = [self._failure(BREAKS_INSTANCES, why)] if broke and not self._begun else []
+        return [*abort, *ended, *failure]
 
     def _early_step_failed(self, failed: UpstreamFailed | PullEnded, now: float) -> list[Effect]:
         """Handle the failure of the early step. It fails a PREFILL that still runs; after the PREFILL it is kept until the router
@@ -309,15 +355,22 @@ class RequestStateMachine:
             return self._fall_back_to_serve(now)
         if self.phase is Phase.SERVING:
             return self._upstream_failed(UpstreamFailed("no first byte in time"), now)
+        code = INTERNAL if self._compares else PLACEMENT_TIMEOUT
         return [
             *self._end(Outcome.FAILED, "no step in time"),
-            self._failure(PLACEMENT_TIMEOUT, "No placement was found in time.", 1.0),
+            self._failure(code, "No placement was found in time.", 1.0),
         ]
 
     def _upstream_failed(self, failed: UpstreamFailed, now: float) -> list[Effect]:
         if self._early_step is not None:
             return self._early_step_failed(failed, now)
         if self.phase is Phase.STREAMING:
+            assert self.step is not None
+            if failed.broke:
+                if failed.progressed:
+                    self._refusals.pop(BROKE, None)  # What broke the earlier one is past.
+                if alike := self._alike(BROKE, self.step):
+                    return self._request_at_fault(failed.error, alike, broke=True)
             if failed.continuable and (failed.moved or self._retries < self._timeouts.max_retries):
                 return self._continue_elsewhere(failed, now)
             return [*self._end(Outcome.FAILED, failed.error, failed.status), EndStreamWithError()]
@@ -328,10 +381,14 @@ class RequestStateMachine:
             # The instance answers, so it can serve. That it fails with KV of another instance may be the fault of that instance.
             return [AbortUpstream(), *self._step_ended(failed.error, now)]
         instance_id = self.step.target.instance_id
-        if failed.refused:
-            if self._refusals.setdefault(failed.status, instance_id) != instance_id:
-                return self._end(Outcome.REJECTED, failed.error, failed.status, refused=True)
-            self._refused_by.append(instance_id)
+        if failed.refused or failed.broke:
+            if alike := self._alike(failed.status if failed.refused else BROKE, self.step):
+                status = failed.status if failed.refused else 0
+                return self._request_at_fault(
+                    failed.error, alike, status, refused=failed.refused, broke=failed.broke and not failed.refused
+                )
+            if failed.refused:
+                self._refused_by.append(instance_id)
         if not failed.moved:
             self._exclude.append(instance_id)
         self._computed_at = ""
@@ -362,8 +419,9 @@ class RequestStateMachine:
         serve = self._begin(Phase.SERVING, step, Serve(step), self._timeouts.first_byte_s, now)
         return [*ended, AdoptInstance(step), *serve, ReportServedAlone(self.attempt_id)]
 
-    def _retry(self, now: float, *, counts: bool = True) -> list[Effect]:
+    def _retry(self, now: float, *, counts: bool = True, compares: bool = False) -> list[Effect]:
         self._next_attempt_id()
+        self._compares = compares
         self._retries += counts
         return self._start_attempt(now)
 
@@ -372,22 +430,39 @@ class RequestStateMachine:
         self.attempt_id = f"{self._request_id}.{self._attempts}"
 
     def _end(
-        self, outcome: Outcome, error: str = "", status: int = 0, *, refused: bool = False, continued: bool = False
+        self,
+        outcome: Outcome,
+        error: str = "",
+        status: int = 0,
+        *,
+        refused: bool = False,
+        continued: bool = False,
+        broke: bool = False,
+        alike: tuple[str, ...] = (),
     ) -> list[Effect]:
         """End the attempt. Upstream connections are closed first, so that nothing runs that the router no longer counts."""
         abort: list[Effect] = [] if outcome in (Outcome.OK, Outcome.REJECTED) else [AbortUpstream()]
-        ended = self._report_end(outcome, error, status, refused=refused, continued=continued)
+        ended = self._report_end(outcome, error, status, refused=refused, continued=continued, broke=broke, alike=alike)
         # The client of a begun stream cannot get the error answer that rejects its request.
         stream: list[Effect] = [EndStreamWithError()] if outcome is Outcome.REJECTED and self._begun else []
         return [*abort, *ended, *stream]
 
     def _report_end(
-        self, outcome: Outcome, error: str = "", status: int = 0, *, refused: bool = False, continued: bool = False
+        self,
+        outcome: Outcome,
+        error: str = "",
+        status: int = 0,
+        *,
+        refused: bool = False,
+        continued: bool = False,
+        broke: bool = False,
+        alike: tuple[str, ...] = (),
     ) -> list[Effect]:
         """End the attempt, of which nothing runs at an instance, or whose connection goes on."""
         # A 4xx answer shows, as a first byte does, that the earlier 5xx answers were the fault of their instances.
-        refused_by = self._take_refused_by() if outcome is Outcome.REJECTED and not refused else ()
-        finished = ReportFinished(self.attempt_id, outcome, error, status, refused, refused_by, continued)
+        shows = outcome is Outcome.REJECTED and not refused and not broke
+        refused_by = self._take_refused_by() if shows else ()
+        finished = ReportFinished(self.attempt_id, outcome, error, status, refused, refused_by, continued, broke, alike)
         report: list[Effect] = [finished] if self._attempt_open else []
         self.phase, self._attempt_open, self._early_step = Phase.DONE, False, None
         return report

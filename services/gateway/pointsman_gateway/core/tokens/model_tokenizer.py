@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,8 +28,13 @@ log = structlog.get_logger()
 # many characters blocks the event loop for about 1 ms, and joining that many known pieces for about 0.5 ms.
 _INLINE_CHARS = 4 << 10
 _INLINE_PIECES = 4 << 10
-# Number of characters that are tokenised before the tokens are counted. A prompt that is too long is not tokenised further.
-_BATCH_CHARS = 1 << 20
+# Maximum number of characters of a piece. Encoding one takes some 120 bytes of memory for each character, so a piece of more than
+# LARGE_PIECE_CHARS is encoded alone.
+_MAX_PIECE_CHARS = 8 << 20
+LARGE_PIECE_CHARS = 1 << 20
+# Number of characters that are tokenised before the tokens are counted. A prompt that is too long is not tokenised further. The
+# library's results are read, and freed, with the interpreter lock: for so many characters that takes some 10 ms.
+_BATCH_CHARS = 1 << 18
 _NONE: TokenIds = array("I")
 
 
@@ -38,13 +44,14 @@ class Prompt:
 
     A prompt with media has only the tokens before the first media part; `media` is that part's content. A prompt that is too long
     may have only enough tokens to show that. `steady`: another instance renders the same prompt, even some minutes earlier or
-    later.
+    later. `common`: number of tokens that all of several prompts begin with.
     """
 
     ids: TokenIds
     lengths: tuple[int, ...]
     media: bytes = b""
     steady: bool = True
+    common: int = 0
 
 
 @dataclass
@@ -58,7 +65,8 @@ class _Text:
 
 
 class PendingPrompt:
-    """A prompt of which some pieces may not be tokenised yet. `missing_chars`: number of characters of those pieces."""
+    """A prompt of which some pieces may not be tokenised yet. `missing_chars`: number of characters of those pieces;
+    `longest_missing`: of the longest one."""
 
     def __init__(
         self,
@@ -69,16 +77,20 @@ class PendingPrompt:
         media: bytes = b"",
         steady: bool = True,
     ) -> None:
-        """`most_tokens`: number of tokens beyond which tokenising may stop; 0: no limit."""
+        """`most_tokens`: number of tokens beyond which tokenising may stop; 0: no limit. Raises Unrenderable if a piece is too
+        long to be encoded."""
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._most_tokens = most_tokens
         self._media = media
         self._steady = steady
         texts = [prompt for prompt in prompts if isinstance(prompt, _Text)]
-        self.missing_chars = sum(
+        missing = [
             len(piece) for text in texts for piece, ids in zip(text.pieces, text.found, strict=True) if ids is None
-        )
+        ]
+        self.missing_chars, self.longest_missing = sum(missing), max(missing, default=0)
+        if self.longest_missing > _MAX_PIECE_CHARS:
+            raise Unrenderable(f"{self.longest_missing} characters without a place to cut them")
         self._pieces = sum(len(text.pieces) for text in texts)
 
     async def tokenize_by(self, run_in_thread: Callable[[Callable[[], Prompt]], Awaitable[Prompt]]) -> Prompt:
@@ -94,7 +106,8 @@ class PendingPrompt:
             every.append(self._tokenizer.tokens(prompt, self._most_tokens) if isinstance(prompt, _Text) else prompt)
             if self._most_tokens and len(every[-1]) > self._most_tokens:
                 break
-        return Prompt(every[0], tuple(map(len, every)), self._media, self._steady)
+        common = _common(every) if len(every) > 1 else 0
+        return Prompt(every[0], tuple(map(len, every)), self._media, self._steady, common)
 
 
 class ModelTokenizer:
@@ -320,6 +333,12 @@ class ModelTokenizer:
                 self._words = None
                 return SplitPoints()
         return cuts
+
+
+def _common(prompts: Sequence[TokenIds]) -> int:
+    """Return the number of tokens that all prompts begin with: those of the first and the last one in lexicographic order."""
+    first, last = min(prompts), max(prompts)
+    return bisect_left(range(min(len(first), len(last))), True, key=lambda at: first[: at + 1] != last[: at + 1])
 
 
 def _batches(pieces: list[str]) -> Iterator[list[str]]:

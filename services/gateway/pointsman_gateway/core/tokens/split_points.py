@@ -1,6 +1,6 @@
 """Finds split points: places where a text can be cut so that its pieces, tokenised one by one, give the whole text's tokens.
 
-Two kinds of split points are exact because of how the `tokenizers` library works. Others are not used:
+Three kinds of split points are exact because of how the `tokenizers` library works. Others are not used:
 
 - **Before an added token** ("<|im_start|>"). The library first finds the added tokens, leftmost and longest, and normalises,
   pre-tokenises and encodes the text between them separately. The split point is exact if the token is always matched: it is
@@ -13,6 +13,10 @@ Two kinds of split points are exact because of how the `tokenizers` library work
   a whole run of whitespace that ends with a newline (or the alternative for symbols matches its first part). It must therefore
   come before the other alternatives for whitespace. "/" is excluded because of patterns that match slashes after newlines. A
   newline and ASCII do not compose under NFC, and no added token may contain a newline or take whitespace on its left.
+- **After a lower-case ASCII letter, before one of `WORD_ENDS`**, under the same condition. Only the alternatives for words and
+  for contractions match letters, none of them matches such a character after one, and none looks behind. So a word ends there.
+  No added token may contain this place or take whitespace on its right. It is used in long lines only, because the memory for
+  encoding a piece is more than a hundred times its length.
 
 Which exact split points are used depends only on the text before them (and on one token's length after), so a text that grows
 keeps its pieces.
@@ -32,20 +36,25 @@ from pointsman_gateway.core.tokens.pretokenizer_patterns import BLANKS, NEWLINES
 MIN_PIECE_CHARS = 256
 # Approximate length of pieces that end at newlines, characters. At least one such piece is tokenised again when a text has grown.
 NEWLINE_PIECE_CHARS = 2_048
+# Approximate maximum length of a piece without a newline, characters.
+LONG_PIECE_CHARS = 16 << 10
 # Maximum number of added tokens at which texts are split. The search for more would cost more than they save.
 MAX_SPLIT_TOKENS = 4
 
+WORD_ENDS = ' ",.:;()\\'
 _NEWLINE = re.compile(r"\n(?=[!-.0-~])")
+_WORD_END = re.compile(rf"[a-z](?=[{re.escape(WORD_ENDS)}])")
 
 
 @dataclass(frozen=True)
 class SplitPoints:
-    """The split points of one tokenizer: before the added tokens `tokens`, and at newlines if `lines`. `always_matched`: all
-    added tokens before which a split is exact."""
+    """The split points of one tokenizer: before the added tokens `tokens`, at newlines if `lines`, and at ends of words in long
+    lines if `words`. `always_matched`: all added tokens before which a split is exact."""
 
     tokens: tuple[str, ...] = ()
     lines: bool = False
     always_matched: tuple[str, ...] = ()
+    words: bool = False
 
     def head(self, text: str, length: int) -> list[str]:
         """Return pieces of the first `length` characters of `text`, without a last piece that does not end at an exact split
@@ -58,7 +67,7 @@ class SplitPoints:
         """Return `text` in pieces, in order; one piece if there is no split point."""
         if len(text) <= MIN_PIECE_CHARS or not (self.tokens or self.lines):
             return [text]
-        pieces, start, length = [], 0, len(text)
+        pieces, start, length = list[str](), 0, len(text)
         # Token -> its next occurrence from which a piece may begin. No token is searched twice in the same text.
         following = {token: _next(text, token, MIN_PIECE_CHARS) for token in self.tokens}
         end = min(following.values(), default=length)
@@ -68,8 +77,10 @@ class SplitPoints:
                 and end - start > NEWLINE_PIECE_CHARS
                 and (found := _NEWLINE.search(text, start + NEWLINE_PIECE_CHARS, end))
             ):
+                start = self._cut_words(text, start, found.end(), pieces)
                 pieces.append(text[start : found.end()])
                 start = found.end()
+            start = self._cut_words(text, start, end, pieces)
             if end - start >= MIN_PIECE_CHARS or (end == length and start < end):
                 pieces.append(text[start:end])
                 start = end
@@ -80,6 +91,18 @@ class SplitPoints:
                     following[token] = _next(text, token, least)
             end = min(following.values(), default=length)
         return pieces
+
+    def _cut_words(self, text: str, start: int, stop: int, pieces: list[str]) -> int:
+        """Add pieces of about LONG_PIECE_CHARS to `pieces` while more than that is left up to `stop`; return where the rest
+        begins."""
+        while (
+            self.words
+            and stop - start > LONG_PIECE_CHARS
+            and (found := _WORD_END.search(text, start + LONG_PIECE_CHARS, stop))
+        ):
+            pieces.append(text[start : found.end()])
+            start = found.end()
+        return start
 
 
 def split_points_for(tokenizer: Tokenizer, samples: Sequence[str]) -> SplitPoints:
@@ -92,7 +115,9 @@ def split_points_for(tokenizer: Tokenizer, samples: Sequence[str]) -> SplitPoint
     always_matched = [token.content for token in added if is_always_matched(token, added)]
     often = {token: sum(sample.count(token) for sample in samples) for token in always_matched}
     used = sorted((token for token in always_matched if often[token]), key=lambda token: (-often[token], token))
-    return SplitPoints(tuple(used[:MAX_SPLIT_TOKENS]), _cuts_lines(tokenizer, added), tuple(always_matched))
+    lines = _cuts_lines(tokenizer, added)
+    words = lines and not any(token.rstrip or _WORD_END.search(token.content) for token in added)
+    return SplitPoints(tuple(used[:MAX_SPLIT_TOKENS]), lines, tuple(always_matched), words)
 
 
 def is_always_matched(token: AddedToken, added: Sequence[AddedToken]) -> bool:

@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from pointsman_common.core.addresses import address_of_url
 from pointsman_common.io.tls import client_context
 from pointsman_gateway.core.dead_connections import SILENT_S, DeadConnectionDetector, Peer, Probe
 from pointsman_gateway.core.http_message import request_bytes
@@ -112,7 +113,7 @@ class ConnectionPool:
         try:
             return await connection.exchange(message)
         except StaleConnection:
-            raise UpstreamError("no answer: closed") from None
+            raise UpstreamError("no answer: closed", broke=True) from None
 
     def _kept(self, origin: Origin) -> UpstreamConnection | None:
         connections = self._idle.get(origin)
@@ -173,7 +174,7 @@ def _origin(url: str) -> tuple[Origin, str, str]:
     try:
         parts = urlsplit(url)
         tls = {"http": False, "https": True}[parts.scheme]
-        origin = Origin(parts.hostname or "", parts.port or (443 if tls else 80), tls)
+        origin = Origin(*address_of_url(url), tls)
     except (ValueError, KeyError):
         raise UpstreamError("no answer: the instance's address is not a valid URL") from None
     return origin, parts.netloc.rpartition("@")[2], parts.path.rstrip("/")

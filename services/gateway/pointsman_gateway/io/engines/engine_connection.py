@@ -25,15 +25,19 @@ class UpstreamError(Exception):
     """Raised if a request to an instance fails. The text contains no address.
 
     `status` is 0 if the instance did not answer. `sent`: the instance may have received the request. `refused`: the instance
-    answered 5xx, which may be the fault of the request or of the instance.
+    answered 5xx, which may be the fault of the request or of the instance. `broke`: the connection broke after the instance may
+    have received the request.
     """
 
-    def __init__(self, text: str, status: int = 0, *, sent: bool = True, refused: bool = False) -> None:
+    def __init__(
+        self, text: str, status: int = 0, *, sent: bool = True, refused: bool = False, broke: bool = False
+    ) -> None:
         super().__init__(text)
         self.text = text
         self.status = status
         self.sent = sent
         self.refused = refused
+        self.broke = broke
 
     @property
     def instance_failed(self) -> bool:
@@ -380,11 +384,11 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.abort()
         answer.end(error)
 
-    def _fail(self, text: str) -> None:
+    def _fail(self, text: str, *, broke: bool = True) -> None:
         if self._answer is not None:
-            self._end(UpstreamError(text, self._answer.status))
+            self._end(UpstreamError(text, self._answer.status, broke=broke))
         else:
-            self._fail_head(UpstreamError(f"no answer: {text}"))
+            self._fail_head(UpstreamError(f"no answer: {text}", broke=broke))
 
     def _fail_head(self, error: Exception) -> None:
         if self._head is not None and not self._head.done():
@@ -433,5 +437,5 @@ class UpstreamConnection(asyncio.Protocol):
 
     def give_up(self, text: str) -> None:
         """Fail the due answer with `text`, as if the connection had broken, and close the connection."""
-        self._fail(text)
+        self._fail(text, broke=False)
         self.abort()

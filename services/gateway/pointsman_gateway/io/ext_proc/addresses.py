@@ -7,11 +7,11 @@ import socket
 import time
 from ipaddress import ip_address
 
-from pointsman_gateway.core.ext_proc.endpoints import host_and_port
+from pointsman_common.core.addresses import Address, address_of_url
 from pointsman_gateway.core.request.request_events import Target
 
 # How long the address of a name is used, s. A name that has none is looked up again after FAILED_S.
-KNOWN_S, FAILED_S = 30.0, 1.0
+KNOWN_S, FAILED_S = 2.0, 1.0
 # Timeout of a lookup, s.
 LOOKUP_S = 3.0
 # Maximum number of names.
@@ -29,25 +29,25 @@ class Addresses:
         self._known: dict[_Name, tuple[str, float]] = {}  # the address ("": none), and until when it counts
         self._lookups: dict[_Name, asyncio.Task[str]] = {}
 
-    def known(self, target: Target) -> tuple[str, int]:
+    def known(self, target: Target) -> Address:
         """Return the IP address and the port of an instance; "" for a name whose address is not known yet. Mutates."""
-        host, port = host_and_port(target.url)
+        host, port = address_of_url(target.url)
         try:
-            return str(ip_address(host)), port
+            return Address(str(ip_address(host)), port)
         except ValueError:
             pass
         name = _name_of(target)
         address, until = self._known.get(name, ("", 0.0))
         if time.monotonic() >= until:
             self._look_up(name)
-        return address, port
+        return Address(address, port)
 
-    async def of(self, target: Target) -> tuple[str, int]:
+    async def of(self, target: Target) -> Address:
         """As known(), but wait for a name's first lookup; "" for a name without an address. Mutates."""
         address, port = self.known(target)
         if not address and (lookup := self._lookups.get(_name_of(target))) is not None:
             address = await asyncio.shield(lookup)
-        return address, port
+        return Address(address, port)
 
     def _look_up(self, name: _Name) -> None:
         if name not in self._lookups:
@@ -70,4 +70,4 @@ class Addresses:
 
 
 def _name_of(target: Target) -> _Name:
-    return host_and_port(target.url)[0], target.incarnation
+    return address_of_url(target.url).host, target.incarnation

@@ -19,7 +19,7 @@ import structlog
 from pointsman.gateway.v1 import ext_proc_pb2 as pb
 from pointsman_common.io.channel import END_OF_STREAM
 from pointsman_gateway.core.ext_proc import messages
-from pointsman_gateway.core.ext_proc.endpoints import Subset, endpoint, served_endpoint, subset_of, target_at
+from pointsman_gateway.core.ext_proc.endpoints import Subset, served_endpoint, subset_of, target_at
 from pointsman_gateway.core.http_message import Response, Source, path_of
 from pointsman_gateway.core.memory_budget import Holding, MemoryBudget
 from pointsman_gateway.core.request.request_events import Target
@@ -341,9 +341,7 @@ class ProxyStream:
             return first
         found = target_at(self._served, self._endpoints)
         if found is None:
-            found = target_at(
-                self._served, {endpoint(*self._streams.addresses.known(target)): target for target in every()}
-            )
+            found = target_at(self._served, {str(self._streams.addresses.known(target)): target for target in every()})
         if found is None:
             log.warning("a proxy asked an unknown instance", chosen=first.instance_id, endpoint=self._served)
         return found or first
@@ -355,14 +353,13 @@ class ProxyStream:
     async def _send_request(
         self, targets: Sequence[Target], path: str, payload: bytes, fields: Mapping[str, str]
     ) -> None:
-        address, port = await self._streams.addresses.of(targets[0])
-        if not address:
+        address = await self._streams.addresses.of(targets[0])
+        if not address.host:
             raise InnocentFailure("the instance's host has no address", sent=False)
-        self._endpoints[endpoint(address, port)] = targets[0]
+        self._endpoints[str(address)] = targets[0]
         for target in targets[1:]:
-            address, port = self._streams.addresses.known(target)
-            if address:
-                self._endpoints.setdefault(endpoint(address, port), target)
+            if (address := self._streams.addresses.known(target)).host:
+                self._endpoints.setdefault(str(address), target)
         changed = dict(fields) if path == self._target else {":path": path, **fields}
         self._outgoing.message(messages.destination(list(self._endpoints), self._fields, changed))
         for message in messages.request_body(payload, last=not self._request_trailers):

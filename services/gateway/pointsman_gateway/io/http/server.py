@@ -8,6 +8,7 @@ import ssl
 import time
 from email.utils import formatdate
 
+from pointsman_common.core.addresses import Address
 from pointsman_gateway.core.memory_budget import MemoryBudget
 from pointsman_gateway.io.http.client_connection import HIGH_WATER, LINGER_S, ClientConnection
 from pointsman_gateway.io.http.server_types import HttpHandler, ServerLimits
@@ -30,17 +31,14 @@ class Server:
         shortest = min(limits.head_s, limits.body_s, limits.idle_s, limits.stall_s, LINGER_S)
         self._sweep_s = min(0.5, shortest / 4)
 
-    async def start(
-        self, host: str, port: int, *, reuse_port: bool = False, tls: ssl.SSLContext | None = None
-    ) -> tuple[str, int]:
-        """Start to listen; return the bound host and port. Raises OSError."""
+    async def start(self, address: Address, *, reuse_port: bool = False, tls: ssl.SSLContext | None = None) -> Address:
+        """Start to listen; return the address that is bound. Raises OSError."""
         loop = asyncio.get_running_loop()
         # TLS may still hold the end of an answer at shutdown, so its timeout is the time that a client has to read an answer.
         handshake_s, shutdown_s = (None, None) if tls is None else (self.limits.head_s, self.limits.stall_s)
         self._listener = await loop.create_server(
             lambda: ClientConnection(self),
-            host,
-            port,
+            *address.to_listen,
             reuse_port=reuse_port,
             backlog=1024,
             ssl=tls,
@@ -53,7 +51,7 @@ class Server:
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, HIGH_WATER)
         self._sweep()
         bound = self._listener.sockets[0].getsockname()
-        return bound[0], bound[1]
+        return Address(bound[0], bound[1])
 
     async def close(self, drain_timeout_s: float) -> None:
         """Stop accepting, wait up to `drain_timeout_s` for open requests to end, then cancel the remaining ones."""

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import structlog
 
+from pointsman_common.core.addresses import parse_address
+from pointsman_common.io.listening import bound_socket
 from pointsman_gateway.io.processes.sibling_processes import SiblingProcesses
 from pointsman_gateway.io.settings import GatewaySettings
 
@@ -36,8 +38,8 @@ def run_processes(settings: GatewaySettings, child: Child) -> None:
     for stop_signal in (signal.SIGTERM, signal.SIGINT):
         signal.signal(stop_signal, lambda *_: stopped.send(b"."))
     with tempfile.TemporaryDirectory(prefix="pointsman-gateway-") as folder, _reserved(settings.listen) as port:
-        bound = port.getsockname()[1]
-        family = _ProcessGroup(settings, f"{settings.listen.rpartition(':')[0]}:{bound}", Path(folder), child)
+        listen = parse_address(settings.listen)._replace(port=port.getsockname()[1])
+        family = _ProcessGroup(settings, str(listen), Path(folder), child)
         for number in range(settings.processes):
             family.start(number)
         try:
@@ -48,18 +50,11 @@ def run_processes(settings: GatewaySettings, child: Child) -> None:
 
 def _reserved(listen: str) -> socket.socket:
     """Return a socket that reserves the port for the children. It does not listen, so it receives no connections."""
-    host, _, port = listen.rpartition(":")
-    address = (host.strip("[]"), int(port))
-    kind = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    with socket.socket(kind) as probe:
-        # Bound without SO_REUSEPORT, so it fails if any other process has the port, even a gateway that shares it.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(address)
-        address = (address[0], probe.getsockname()[1])
-    own = socket.socket(kind)
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    own.bind(address)
-    return own
+    address = parse_address(listen)
+    # Bound without SO_REUSEPORT, so it fails if any other process has the port, even a gateway that shares it.
+    with bound_socket(address) as probe:
+        address = address._replace(port=probe.getsockname()[1])
+    return bound_socket(address, socket.SO_REUSEPORT)
 
 
 class _ProcessGroup:

@@ -58,6 +58,7 @@ class RequestRunner:
         self._failure: ev.FailRequest | None = None
         self._stream_broken = False
         self._limit: asyncio.Timeout | None = None  # of the operation that is awaited alone
+        self._gave_up: ev.Event | None = None  # how that operation ends, if it is ended before its time
 
     async def run(self) -> Response | None:
         """Run the request and return its answer. Raises ApiRequestError, and CancelledError when the client disconnects."""
@@ -223,7 +224,11 @@ class RequestRunner:
         if lost:
             self._steps.instance_lost(machine.step)
         elif machine.phase in (Phase.SERVING, Phase.STREAMING):
-            self._steps.move(machine.step)
+            if machine.phase is Phase.SERVING and self._limit is not None and self._steps.waits_for_head(machine.step):
+                self._gave_up = ev.UpstreamFailed("moved to another instance", moved=True)
+                self._limit.reschedule(asyncio.get_running_loop().time())
+            else:
+                self._steps.move(machine.step)
 
     async def _next_event(self) -> ev.Event:
         """Wait for the next operation to end and return its event, or Tick at the deadline.
@@ -252,9 +257,9 @@ class RequestRunner:
         except TimeoutError:
             if not limit.expired():
                 raise
-            return ev.Tick()
+            return self._gave_up or ev.Tick()
         finally:
-            self._limit = None
+            self._limit = self._gave_up = None
 
     def _parked(self, attempt_id: str, bound_s: float) -> None:
         """Wait for at most `bound_s` longer, because the router has parked the request."""
@@ -296,7 +301,7 @@ class RequestRunner:
         context, attempt, shared, now = self._context, self._attempt, self._shared, time.monotonic()
         usage, ok = attempt.usage, effect.outcome is ev.Outcome.OK
         status = 200 if ok else effect.status or self._steps.status
-        prompt = context.placement.input_tokens if usage.prompt is None else usage.prompt
+        prompt = context.prompt_tokens if usage.prompt is None else usage.prompt
         output = self._steps.streamed_tokens if usage.output is None else usage.output
         # Each attempt's charge replaces the one before: the attempt that ends the answer has the usage of the whole.
         context.key_charge.charge(prompt + output, now)
@@ -310,9 +315,11 @@ class RequestRunner:
         shared.telemetry.outcomes.labels(effect.outcome.name.lower()).inc()
         if ok:
             shared.telemetry.total.observe(now - context.received_at)
-            if context.call.stream and attempt.first_byte_at and output > 1 and not attempt.continues:
+            alone = not attempt.continues and context.call.sequences == 1
+            if context.call.stream and attempt.first_byte_at and output > 1 and alone:
                 shared.telemetry.tpot.observe((now - attempt.first_byte_at) / (output - 1))
-            if context.exact_tokens and usage.prompt is not None:
+            # An engine that is known to have another tokenizer says nothing of the gateway's.
+            if context.exact_tokens and usage.prompt is not None and context.answered_exactly is not False:
                 shared.pools.check_token_count(context.state, context.call.endpoint, context.exact_tokens, usage.prompt)
         if effect.continued:
             self._answer_ids = self._steps.answer_ids
@@ -358,4 +365,5 @@ def _as_api_error(failure: ev.FailRequest) -> ApiRequestError:
         code=answer.code,
         retry_after_s=answer.retry_after_s,
         queue_place=failure.place,
+        may_retry=failure.code != ev.BREAKS_INSTANCES,
     )

@@ -12,7 +12,7 @@ from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.memory_budget import Holding
 from pointsman_gateway.core.request.attempt_record import Attempt
 from pointsman_gateway.core.request.continuation import ids_of, with_answer_record
-from pointsman_gateway.core.request.local_placement import fallbacks
+from pointsman_gateway.core.request.local_placement import fallbacks, unfit
 from pointsman_gateway.core.request.placement_messages import target_of
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import (
@@ -34,6 +34,7 @@ from pointsman_gateway.core.request.transfer_params import (
     slice_request,
     with_session_end,
 )
+from pointsman_gateway.core.streaming.answer_form import begins_as_events, has_json_form
 from pointsman_gateway.core.streaming.id_comments import without_comments
 from pointsman_gateway.core.streaming.rest_of_text import RestOfText
 from pointsman_gateway.core.streaming.sse import SseFilter
@@ -57,6 +58,9 @@ OPEN_TOKENS = 8_192
 # The same for the chunks of an answer whose ids the engine does not send, and the size of a chunk as it is kept, bytes.
 TEXT_TOKENS, TEXT_TOKEN_BYTES = 2_048, 130
 _JSON = {"Content-Type": "application/json"}
+NOT_FOUND = 404
+# Number of events after which an answer that breaks off has not been broken by what broke it before.
+PROGRESS_TOKENS = 16
 NOT_IMPLEMENTED = 501  # not retried: no other instance of the model implements it either
 
 
@@ -89,6 +93,7 @@ class EngineSteps:
         # A proxy sends a request once, so its answer cannot go on elsewhere.
         self._tells = proxy is None and context.call.continuable and bool(shared.continuations.kept.limit)
         context.placement.movable = self._tells
+        context.placement.streamed = context.call.stream
         self._sse = SseFilter(context.call.endpoint, hide_usage=context.call.hide_usage, tells=self._tells)
         self._kept = Holding(shared.continuations.kept)
         self._kept.holder = request.holder
@@ -158,7 +163,7 @@ class EngineSteps:
 
     def move(self, step: StepAssigned) -> None:
         """End the open answer of a SERVE, such that another instance is asked, if that one can go on. Else no effect."""
-        if self._upstream is None:
+        if self._upstream is None or self._proxy is not None:
             return
         # An answer whose first bytes have arrived, and are not read yet, has neither begun nor can it be asked anew.
         fresh = step.kv_source is None and not self._upstream.arrived
@@ -166,6 +171,10 @@ class EngineSteps:
             return
         self._moved = True
         self._upstream.give_up("moved to another instance")
+
+    def waits_for_head(self, step: StepAssigned) -> bool:
+        """Return whether the open request of a SERVE has no answer yet, not even a status, and can be asked anew elsewhere."""
+        return self._upstream is None and self._proxy is None and step.kv_source is None and not self._writer.begun
 
     def instance_lost(self, step: StepAssigned) -> None:
         """Handle that the router has lost the agent of a step's instance: what is silent there fails if nobody is there any
@@ -188,7 +197,7 @@ class EngineSteps:
         except TransferError as error:
             return PrefillEnded(str(error), error.instance_failed, error.refused)
         except UpstreamError as error:
-            return PrefillEnded(error.text, error.instance_failed, error.refused)
+            return PrefillEnded(error.text, error.instance_failed, error.refused, broke=error.broke)
         return PrefillEnded()
 
     async def _slice(self, step: StepAssigned) -> None:
@@ -219,6 +228,8 @@ class EngineSteps:
         if self._text is not None and (step.target.url, step.target.incarnation) not in self._context.state.verified:
             # Its prompt may have other tokens than the gateway's. It has not failed.
             return UpstreamFailed("the instance's tokens are not verified", innocent=True)
+        if (self._text is not None or self.answer_record) and not self._context.may_go_on(step.target):
+            return UpstreamFailed("the instance differs from the one that began the answer", innocent=True)
         try:
             payload = self._context.payload_at(step.target.instance_id) if self._text is None else self._text.payload
             if self._context.ends_session and self._shared.mark_session_ends and step.kv_source is None:
@@ -234,9 +245,20 @@ class EngineSteps:
                 if answer.status >= 500 and answer.status != NOT_IMPLEMENTED:
                     await self._keep_error(answer)
                     raise UpstreamError(f"status {answer.status}", answer.status, refused=True)
+                if (
+                    answer.status == NOT_FOUND
+                    and self._context.lora
+                    and not call.previous_response_id
+                    and not self._proxy
+                ):
+                    # It has unloaded the adapter, which its agent has not seen yet; others may have it.
+                    await self._keep_error(answer)
+                    return UpstreamFailed("the instance does not have the adapter", answer.status, innocent=True)
                 streamed = answer.status < 400 and answer.media_type == "text/event-stream"
                 if streamed and not await answer.begun():
-                    raise UpstreamError("an empty answer", answer.status)
+                    raise UpstreamError("an empty answer", answer.status, broke=True)
+                if streamed and not begins_as_events(answer.arrived):
+                    raise UpstreamError("an answer without events", answer.status)
                 # After a failed KV transfer an engine answers 200, and the stream starts with an error.
                 if streamed and step.kv_source is not None and begins_with_error(without_comments(answer.arrived)):
                     raise UpstreamError("the answer began with an error", 500)
@@ -250,6 +272,8 @@ class EngineSteps:
                 body = await upstream.read_all(answer, held=self._held)
                 if was_aborted(body):
                     raise AbortedByEngine
+                if answer.status == 200 and not has_json_form(body):
+                    raise UpstreamError("an answer that is no JSON", answer.status)
                 headers = client_headers(answer.headers) | headers
                 if answer.status >= 400:
                     body = redact_error(call.endpoint.error_format, answer.status, body)
@@ -273,8 +297,12 @@ class EngineSteps:
             return self._reject(no_room)
         except UpstreamError as error:
             innocent = isinstance(error, InnocentFailure)
-            return UpstreamFailed(error.text, error.status, error.refused, innocent=innocent, moved=self._moved)
+            broke = error.broke and not self._moved
+            return UpstreamFailed(
+                error.text, error.status, error.refused, innocent=innocent, moved=self._moved, broke=broke
+            )
         attempt.first_byte_at = time.monotonic()
+        self._context.answer_begun(step.target)
         return ResponseStarted()
 
     async def _post(self, step: StepAssigned, payload: bytes) -> UpstreamResponse:
@@ -289,7 +317,8 @@ class EngineSteps:
         others: list[Target] = []
         if count and alike:
             load = self._shared.router.inflight()
-            others = fallbacks(step, pool.instances, set(context.placement.exclude), load, count)
+            excluded = {*context.placement.exclude, *unfit(context.placement, pool.instances)}
+            others = fallbacks(step, pool.instances, excluded, load, count)
         fields = self._shared.upstream.fields(step.target, headers)
         targets = [step.target, *others]
         return await self._proxy.post(targets, path, payload, fields, lambda: list(map(target_of, pool.instances)))
@@ -298,7 +327,7 @@ class EngineSteps:
         """Set `error` as the answer. The instance did not fail."""
         body = error.body(self._context.call.endpoint.error_format)
         self.whole_response = Response(error.status, body, _JSON | error.headers())
-        return ResponseRejected(error.status)
+        return ResponseRejected(error.status, own=True)
 
     async def _keep_error(self, answer: UpstreamResponse) -> None:
         """Keep an error answer for the client, in case no other instance succeeds."""
@@ -321,16 +350,19 @@ class EngineSteps:
             self._writer.go_on(upstream)
         else:
             self._writer.begin(upstream.status, client_headers(upstream.headers) | headers, upstream)
-        failed = UpstreamFailed("the stream ended early", upstream.status)
+        before = self._sse.count
+        failed = UpstreamFailed("the stream ended early", upstream.status, broke=True)
         try:
             await relay_stream(upstream, events, self._writer)
         except UpstreamError as error:
-            failed = UpstreamFailed(error.text, error.status, moved=self._moved and self._sse.can_continue)
+            moved = self._moved and self._sse.can_continue
+            failed = UpstreamFailed(error.text, error.status, moved=moved, broke=error.broke and not self._moved)
         stream_end = self.stream_end(attempt)
         if stream_end.complete:
             # Whatever has happened to the connection after the answer's last event: the client has all of it.
             return ResponseEnded(stream_end.error)
-        return replace(failed, continuable=failed.moved or await self._may_continue())
+        progressed = self._sse.count - before >= PROGRESS_TOKENS
+        return replace(failed, continuable=failed.moved or await self._may_continue(), progressed=progressed)
 
     async def _may_continue(self) -> bool:
         """Return whether another instance may go on with the answer; prepare it if only its text is known. Mutates."""

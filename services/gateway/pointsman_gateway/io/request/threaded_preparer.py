@@ -17,7 +17,7 @@ from pointsman_gateway.core.api.decode_body import decode_light
 from pointsman_gateway.core.request.prepare import RequestPreparer, Tokens
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.tokens.chat_template import Unrenderable
-from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman_gateway.core.tokens.model_tokenizer import LARGE_PIECE_CHARS, ModelTokenizer
 from pointsman_gateway.core.tokens.token_cache import TokenCache
 from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
 
@@ -31,7 +31,7 @@ class ThreadedPreparer:
 
     Large bodies are parsed and rendered in a single thread, one after the other. Python runs one thread at a time, and each
     further thread would take another share of the event loop's time. Tokenising releases the interpreter, so it uses several
-    threads.
+    threads. Texts in large pieces, which take much memory, are tokenised one after the other.
     """
 
     def __init__(self, telemetry: GatewayMetrics, token_cache: TokenCache) -> None:
@@ -39,11 +39,13 @@ class ThreadedPreparer:
         self._preparer = RequestPreparer(token_cache)
         self._large_bodies = _Threads(1, "large-bodies")
         self._tokenizing = _Threads(max(2, os.cpu_count() or 1), "tokenizing")
+        self._large_pieces = _Threads(1, "large-pieces")
 
     def close(self) -> None:
         """Cancel work that waits for a thread."""
         self._large_bodies.close()
         self._tokenizing.close()
+        self._large_pieces.close()
 
     async def parse(
         self, endpoint: Endpoint, raw: bytes, rules: ClientRules, context_of: Callable[[str], int]
@@ -75,7 +77,8 @@ class ThreadedPreparer:
         light, limit = context.call.light, context.state.pool.max_model_len
         with self._telemetry.tokenize.time():
             pending = await self._done(light, partial(tokenizer.prepare, context.call, limit))
-            prompt = await pending.tokenize_by(self._tokenizing.run)
+            threads = self._large_pieces if pending.longest_missing > LARGE_PIECE_CHARS else self._tokenizing
+            prompt = await pending.tokenize_by(threads.run)
             return await self._done(light, partial(self._preparer.tokens, context, prompt))
 
     async def _done(self, light: bool, work: Callable[[], _Made]) -> _Made:

@@ -18,6 +18,7 @@ from pointsman_gateway.core.api.openai_responses import not_stored, storing_inst
 from pointsman_gateway.core.forwarded_headers import client_headers
 from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.memory_budget import Holding
+from pointsman_gateway.core.pool_state import instances_without
 from pointsman_gateway.core.request.local_placement import least_inflight
 from pointsman_gateway.core.request.placement_messages import target_of
 from pointsman_gateway.core.streaming.sse import SseFilter
@@ -51,13 +52,14 @@ class UnplacedProxy:
         """
         found = self.pools.resolve(model)
         instances = {instance.instance_id: instance for instance in found[0].pool.instances} if found else {}
-        tried: tuple[str, ...] = ()
+        tried = tuple(instances_without(found[0].pool, model)) if found else ()
+        failed = False
         for _ in range(_TRIES):
             self.round_robin += 1
             chosen = least_inflight(sorted(instances), self.router.inflight(), tried, self.round_robin)
             if chosen is None:
                 break
-            tried += (chosen,)
+            tried, failed = (*tried, chosen), True
             try:
                 async with (
                     asyncio.timeout(self.timeout_s),
@@ -68,7 +70,7 @@ class UnplacedProxy:
                 continue
             if answer.status < 500:
                 return _whole(answer, body, error_format)
-        if tried:
+        if failed:
             raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed")
         raise ApiRequestError(503, "No instance is ready.", type_="server_error", code="no_instance", retry_after_s=1.0)
 

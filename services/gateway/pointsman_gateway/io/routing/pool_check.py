@@ -63,11 +63,16 @@ class PoolCheck:
         state.differed &= present
         for known in (state.verified, state.hub_asked_for):
             known &= set() if again else present
-        seen = (self._tokenizers.source(state), present)
+        if again:
+            state.differed -= state.foreign()
+        seen = (self._tokenizers.source(state), present, state.foreign())
         if again or seen != self._seen:
             self._seen = seen
             self._changed.set()
-        if present <= state.verified:
+        if state.tokenizer_status is TokenizerStatus.EXACT and state.differed - state.foreign():
+            # The pool's tokenizer is from another place now: that of an instance which had other tokens than this one.
+            self._tokenizers.set_status(state, TokenizerStatus.INEXACT, "another tokenizer is being compared")
+        if present <= state.settled():
             self._settle()  # an instance that differed may have left
             return
         state.inexact_endpoints.clear()  # a new incarnation may have another version of vLLM
@@ -113,7 +118,13 @@ class PoolCheck:
                 tried, tried_for, missing = source, present, await self._replace(source)
                 ask_at = time.monotonic() + (ASK_HUB_AGAIN_S[-1] if _passes(missing) else REFUSED_AGAIN_S)
             compared = await self._compare()
-            differing = {instance: difference for instance, difference in compared.items() if difference}
+            # An instance with a tokenizer from another place has another one, and the others keep theirs.
+            foreign = state.foreign()
+            differing = {
+                instance: difference
+                for instance, difference in compared.items()
+                if difference and instance not in foreign
+            }
             if differing and missing is None:
                 missing = await self._update(differing)
                 if missing is None:
@@ -133,7 +144,7 @@ class PoolCheck:
                         state.hub_asked_for.clear()
                 continue
             self._settle()
-            if state.incarnations() <= state.verified:
+            if state.incarnations() <= state.settled():
                 return
             if None not in compared.values():
                 continue  # new instances appeared during the comparison
@@ -150,9 +161,10 @@ class PoolCheck:
         return self._changed.is_set()
 
     def _settle(self) -> None:
-        """Set EXACT if the tokenizer equals at least one engine and no engine differed at its last comparison."""
+        """Set EXACT if the tokenizer equals at least one engine and no engine with a tokenizer from
+        the same place differed at its last comparison."""
         state = self._state
-        if state.verified and state.tokenizer is not None and not state.differed:
+        if state.verified and state.tokenizer is not None and not state.differed - state.foreign():
             self._tokenizers.set_status(state, TokenizerStatus.EXACT)
 
     async def _compare(self) -> dict[Incarnation, str | None]:
@@ -160,7 +172,7 @@ class PoolCheck:
         state = self._state
         if state.tokenizer is None:
             return {}
-        left = sorted(state.incarnations() - state.verified)
+        left = sorted(state.incarnations() - state.settled())
         asked = await asyncio.gather(*(self._tokenizers.compare(state, url) for url, _ in left))
         present = state.incarnations()
         compared = {instance: answer for instance, answer in zip(left, asked, strict=True) if instance in present}

@@ -17,7 +17,8 @@ from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
 from pointsman_common.io.auth import CallMetadata
 from pointsman_common.io.channel import open_channel
 from pointsman_gateway.core.pool_owners import PoolOwners
-from pointsman_gateway.core.request.local_pace import LocalPace
+from pointsman_gateway.core.request.local_pace import SILENT_S, LocalPace
+from pointsman_gateway.core.request.local_placement import unfit
 from pointsman_gateway.core.request.request_events import PLACEMENT_TIMEOUT, UNAVAILABLE
 from pointsman_gateway.core.session_ends import SessionEnds
 from pointsman_gateway.core.waiting_for_owner import Ask, PlaceAt, RefuseWaiting, WaitingForOwner, WaitingRequest
@@ -29,6 +30,8 @@ log = structlog.get_logger()
 FLUSH_TIMEOUT_S = 2.0
 # Maximum delay of a report, s. It is sent together with others: a request's first token and end, or reports of several requests.
 REPORT_DELAY_S = 0.005
+# Interval of the reports of which instances send something, s.
+HEARD_S = 2.0
 
 PlacementReply = placement_pb2.Placement | placement_pb2.Refusal
 
@@ -80,8 +83,15 @@ class _Request:
     began: bool = False
     asked_at: float | None = None
     generated: Callable[[], int] | None = None
+    told_generated: int = 0
+    placed_at: float = 0.0
     move: Callable[[bool], None] | None = None
     first_token_by: float | None = None
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences that its engine runs."""
+        return max(self.request.sequences, 1)
 
     @property
     def asking(self) -> bool:
@@ -133,6 +143,7 @@ class RouterClient:
         self._waiting = WaitingForOwner(self._pace)
         self._asked: dict[str, tuple[str, int]] = {}  # pool -> router id and epoch of the owner that is asked
         self._wake: asyncio.Handle | None = None  # the timer for requests that wait for an owner
+        self._hearing: asyncio.Handle | None = None  # the timer of _tell_heard
         self._wake_at = math.inf  # when it fires, in the loop's time, s
         self._told_claims: dict[tuple[str, str], int] = {}  # router's address, pool -> the higher epoch it was told
         self._closing = False
@@ -146,13 +157,13 @@ class RouterClient:
         return any(session.connected for session in self._sessions.values())
 
     def inflight(self) -> Mapping[str, int]:
-        """Return the number of open requests by instance id, without zeros."""
+        """Return the number of open requests by instance id, without zeros; each sequence of a request counts."""
         return self._pace.open
 
     @property
     def open_count(self) -> int:
         """Number of requests that are placed and not finished."""
-        return sum(self._pace.open.values())
+        return sum(bool(one.instance_id) for one in self._requests.values())
 
     def usage_session(self) -> RouterSession | None:
         """Return the session with the router that accounts for API keys' limits; None if there is none.
@@ -176,12 +187,14 @@ class RouterClient:
         """Start to dial; return at once."""
         for address in self._configured:
             self._dial(address)
+        self._hearing = asyncio.get_running_loop().call_later(HEARD_S, self._tell_heard)
 
     async def close(self) -> None:
         """Send the queued messages, and close the sessions when the routers have read them (or after FLUSH_TIMEOUT_S)."""
         self._closing = True
-        if self._wake is not None:
-            self._wake.cancel()
+        for timer in (self._wake, self._hearing):
+            if timer is not None:
+                timer.cancel()
         await asyncio.gather(*(session.close(FLUSH_TIMEOUT_S) for session in self._sessions.values()), *self._ended)
 
     async def first_step(
@@ -249,10 +262,10 @@ class RouterClient:
         one.request.ClearField("keys")
         if one.instance_id != instance_id:
             self._count_closed(one)
-            self._pace.opened(instance_id)
+            self._pace.opened(instance_id, one.sequences)
             if one.began:
-                self._pace.began(instance_id)
-        one.instance_id, one.cached_tokens = instance_id, cached_tokens
+                self._pace.began(instance_id, one.sequences)
+        one.instance_id, one.cached_tokens, one.placed_at = instance_id, cached_tokens, time.monotonic()
 
     def served_alone(self, request_id: str) -> None:
         """Report that a request runs on the instance of the last placed(), without the step that its router would have sent."""
@@ -267,7 +280,10 @@ class RouterClient:
             return
         if not one.began:
             one.began = True
-            self._pace.began(one.instance_id)
+            self._pace.began(one.instance_id, one.sequences)
+        self._pace.answered(one.instance_id)
+        for refusing in refused_by:
+            self._pace.failed(refusing, time.monotonic())
         first_token = placement_pb2.FirstToken(request_id=request_id, refused_by=refused_by)
         self._report(one, placement_pb2.SessionRequest(first_token=first_token))
 
@@ -290,7 +306,33 @@ class RouterClient:
         if one is not None:
             self._waiting.remove(finished.request_id)
             self._count_closed(one)
+            self._judge(one, finished)
             self._report(one, placement_pb2.SessionRequest(finished=finished))
+
+    def _judge(self, one: _Request, finished: placement_pb2.Finished) -> None:
+        """Note what an attempt's end says about its instance, for placements without a router."""
+        now = time.monotonic()
+        waited_s = now - one.placed_at
+        if finished.outcome == placement_pb2.OUTCOME_OK:
+            self._pace.answered(one.instance_id)
+        elif (finished.outcome == placement_pb2.OUTCOME_FAILED and not finished.refused) or (
+            one.placed_at and not one.began and waited_s >= SILENT_S and one.request.streamed
+        ):
+            self._pace.failed(one.instance_id, now)
+
+    def _tell_heard(self) -> None:
+        """Report to the owners of pools the instances whose answers have progressed since the last report."""
+        heard: dict[RouterSession, set[str]] = {}
+        for one in self._requests.values():
+            if one.generated is None or (count := one.generated()) == one.told_generated:
+                continue
+            one.told_generated = count
+            if (session := self._route(one.request.model)) is not None:
+                heard.setdefault(session, set()).add(one.instance_id)
+        for session, instance_ids in heard.items():
+            told = placement_pb2.Heard(instance_ids=sorted(instance_ids))
+            session.send(placement_pb2.SessionRequest(heard=told), REPORT_DELAY_S)
+        self._hearing = asyncio.get_running_loop().call_later(HEARD_S, self._tell_heard)
 
     def session_begins(self, request: placement_pb2.PlacementRequest) -> None:
         """Record that a client has sent a request, before its first submission: its session, if it has ended, begins anew."""
@@ -360,7 +402,7 @@ class RouterClient:
 
     def _count_closed(self, one: _Request) -> None:
         if one.instance_id:
-            self._pace.closed(one.instance_id, began=one.began)
+            self._pace.closed(one.instance_id, one.sequences, began=one.began)
 
     def _submit(self, one: _Request) -> None:
         """Submit a request to the owner for its first step; without an owner, or behind others, let it wait."""
@@ -411,16 +453,21 @@ class RouterClient:
         assert one.asked_at is not None
         # A request whose bound has passed was let in.
         parked_until = one.parked_until if one.parked_until is not None and one.parked_until > now else None
-        request = one.request
+        request, known = one.request, self._owners.pool(pool)
         self._waiting.add(
             pool,
             WaitingRequest(
                 request.request_id,
                 one.asked_at,
                 request.input_tokens,
-                tuple(request.exclude),
+                (
+                    *request.exclude,
+                    *self._owners.without_adapter(request.model),
+                    *(unfit(request, known.instances) if known is not None else ()),
+                ),
                 one.computed_at,
                 parked_until,
+                one.sequences,
             ),
         )
 
@@ -468,7 +515,7 @@ class RouterClient:
             if one is None or one.answer is None or one.answer.done():
                 # It is cancelled, and its task has not run since.
                 if isinstance(end, PlaceAt):
-                    self._pace.closed(end.instance_id, began=False)
+                    self._pace.closed(end.instance_id, end.sequences, began=False)
                 continue
             match end:
                 case Ask():
@@ -479,7 +526,7 @@ class RouterClient:
                 case PlaceAt():
                     instance = self._instance(self._owners.pool_of(one.request.model), end.instance_id)
                     one.request.ClearField("keys")
-                    one.instance_id = end.instance_id
+                    one.instance_id, one.placed_at = end.instance_id, now
                     one.answer.set_result(WithoutRouter(instance))
                 case RefuseWaiting():
                     why = "No router has let in the session in time." if end.parked else NO_INSTANCE

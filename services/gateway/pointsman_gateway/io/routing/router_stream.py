@@ -140,7 +140,7 @@ class RouterSession:
             # From here on reports are queued behind the hello, so the end of a request between hello and welcome is not lost. A
             # request that is placed locally in this time is not announced. The router does not count it until it ends, which is
             # harmless.
-            batch_queue: _Queue = BatchQueue()
+            batch_queue: _Queue = BatchQueue(placement_pb2.SessionRequest.ByteSize)
             self._batch_queue = batch_queue
             self.send(placement_pb2.SessionRequest(hello=self._hello()))
             writer = asyncio.create_task(self._write(call, batch_queue))

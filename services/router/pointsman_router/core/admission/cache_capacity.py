@@ -11,6 +11,7 @@ from pointsman_common.core.key_report_messages import Tier
 from pointsman_router.core.instances.instance_registry import InstanceRecord
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman_router.core.placement_types import InstanceState
+from pointsman_router.core.prefix.lower_tiers import Store
 
 # States of the instances whose KV counts. One that syncs its keys has its cache, and is placed on.
 SERVING = (InstanceState.READY, InstanceState.SYNCING)
@@ -87,7 +88,7 @@ class CacheCapacity:
         total = 0.0
         # Store -> KV of the instances that use it, what they have above it, the sum of what they have reported, its worth. An
         # instance that shares none has a store of its own.
-        stores: dict[tuple[str, str], list[float]] = {}
+        stores: dict[Store, list[float]] = {}
         for record in records:
             info = record.info
             kind = info.hardware, info.kv_token_bytes
@@ -97,7 +98,7 @@ class CacheCapacity:
             _, host, storage = held[info.instance_id]
             gpu = info.kv_capacity_tokens
             total += _beyond(host, gpu, gpu) * host_worth
-            store = self._knowledge.lower_tiers.store_of(info.instance_id) or (pool, f" {info.instance_id}")
+            store = self._knowledge.lower_tiers.store_of(info.instance_id) or Store(pool, f" {info.instance_id}")
             sums = stores.setdefault(store, [0.0, 0.0, 0.0, storage_worth])
             for at, tokens in enumerate((gpu, max(gpu, host), storage)):
                 sums[at] += tokens

@@ -80,10 +80,10 @@ def _instance(state: RouterState, record: InstanceRecord, now: float) -> Instanc
         info.model,
         info.incarnation,
         open_requests,
-        float(load.running),
-        load.kv_usage,
-        load.prefix_cache_queries,
-        load.prefix_cache_hits,
+        math.nan if load.running is None else float(load.running),
+        math.nan if load.kv_usage is None else load.kv_usage,
+        None if load.prefix_cache_hits is None else load.prefix_cache_queries,
+        load.prefix_cache_hits or 0,
     )
 
 

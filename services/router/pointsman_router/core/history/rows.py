@@ -71,7 +71,8 @@ class InstanceSample:
     open_requests: float
     running: float  # requests in the engine's batch
     kv_usage: float  # share of KV blocks in use, 0 to 1
-    # Its engine's counter of prompt tokens since the start of `incarnation`; None without a fresh report.
+    # Its engine's counter of prompt tokens since the start of `incarnation`; None without a fresh report, or
+    # if the engine does not report both counters.
     lookups: int | None = None
     hits: int = 0  # the same, of those that were cached
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import chain
+from math import inf
 
 import msgspec
 
-from pointsman_router.core.instances.circuit_breaker import Circuit
+from pointsman_router.core.instances.engine_life import SILENCE, EngineLife, PoolAnswers
+from pointsman_router.core.instances.event_trust import CountedHits, EventTrust
 from pointsman_router.core.instances.instance_orders import NO_ORDER, InstanceOrder
 from pointsman_router.core.instances.key_sync import ReportSync
+from pointsman_router.core.instances.pool_differences import common_traits, differing
 from pointsman_router.core.instances.prediction_audit import PredictionAudit
 from pointsman_router.core.instances.session_shares import SessionShares
 from pointsman_router.core.instances.stale_reservations import IdleReports
-from pointsman_router.core.placement_types import Candidate, InstanceInfo, InstanceState, KvRole, Load
+from pointsman_router.core.placement_types import Candidate, EngineTraits, InstanceInfo, InstanceState, KvRole, Load
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.prefix.lower_tiers import LowerTiers
+
+# How long the announcement of an instance by another agent is shown, s. Such an agent asks again every 10 s.
+RIVAL_SHOWN_S = 60.0
 
 
 class CandidateSnapshot(msgspec.Struct, frozen=True, gc=False):
@@ -25,6 +32,7 @@ class CandidateSnapshot(msgspec.Struct, frozen=True, gc=False):
 
     candidate: Candidate  # without cached and new tokens
     block_size: int  # in tokens
+    uncertain_tokens: int  # at the end of a known prefix, that a prompt can miss
     kv_token_bytes: int  # KV of one token, bytes; 0 if unknown
     since: float  # valid for decisions from then, s
     until: float  # and before then, s
@@ -42,15 +50,23 @@ class InstanceRecord:
     load_interval_s: float = 0.0  # minimum interval between two loads that the agent received; 0: none
     key_interval_s: float = 0.0  # the same for changes of keys
     accepts_pace: bool = False  # whether the agent accepts such intervals
+    agent_id: str = ""  # of its agent; empty: unknown
     lost_at: float | None = None  # when its stream ended without a goodbye; None: it has one
+    kept: bool = False  # whether it is in the fleet only because its engine answers, or nobody else does
     draining: bool = False
     order: InstanceOrder = NO_ORDER  # the operators'
+    rival: tuple[str, float] = ("", -inf)  # who else announced it and was refused, and when
     load: Load | None = None  # None before the first report
+    trust: EventTrust = field(default_factory=EventTrust)
+    counted_hits: CountedHits = field(default_factory=CountedHits)
+    # Of the keys that come from events.
     prediction_audit: PredictionAudit = field(default_factory=PredictionAudit)
+    # Of the approximate keys.
+    placement_audit: PredictionAudit = field(default_factory=PredictionAudit)
     # As prediction_audit, of the tokens that the instance should load from lower tiers.
     load_audit: PredictionAudit = field(default_factory=PredictionAudit)
     idle_reports: IdleReports = field(default_factory=IdleReports)
-    circuit: Circuit = field(default_factory=Circuit)
+    life: EngineLife = field(default_factory=EngineLife)
     candidate_snapshot: CandidateSnapshot | None = None  # kept until forget_snapshot (policy_views.py)
 
     def become(self, other: InstanceRecord) -> None:
@@ -89,17 +105,35 @@ class InstanceRecord:
 
     @property
     def follows_events(self) -> bool:
-        """Whether the instance's keys come from its events; otherwise they are assumed from the router's own placements."""
-        return self.info.exact_prefix and not self.prediction_audit.events_rejected and not self.sync.full
+        """Whether the router keeps a copy of the keys in the instance's events, trusted or not."""
+        return self.info.exact_prefix and not self.sync.full
+
+    @property
+    def exact(self) -> bool:
+        """Whether the instance's keys come from its events alone; otherwise from the router's own placements."""
+        return self.follows_events and self.trust.proven
+
+    @property
+    def needs_placements(self) -> bool:
+        """Whether the approximate keys count, alone or beside those in the instance's events."""
+        return not self.exact or self.trust.doubted or self.lost_at is not None
+
+    @property
+    def audit_failures(self) -> int:
+        """How often in this incarnation its answers persistently had fewer cached tokens than predicted."""
+        return self.prediction_audit.failures + self.placement_audit.failures
 
     @property
     def prefix_reason(self) -> str:
-        """Why the instance's keys do not come from its events, or why a new snapshot of them is requested; empty if neither."""
+        """Why the instance's keys do not come from its events; empty if they do."""
+        if self.lost_at is not None:
+            return "its agent is gone: its keys are those last reported, and the router's own placements"
         if not self.info.exact_prefix:
             return self.info.prefix_reason or "no KV events"
-        if self.prediction_audit.reason:
-            return self.prediction_audit.reason
-        return "the router's index is full" if self.sync.full else ""
+        if self.sync.full:
+            return "the router's index is full"
+        problem = self.load.events_problem if self.load is not None else ""
+        return f"{self.trust.reason}; its agent: {problem}" if self.trust.reason and problem else self.trust.reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +143,8 @@ class PoolInfo:
     model: str
     served_names: tuple[str, ...]
     lora_names: tuple[str, ...]  # of adapters
-    model_root: str  # of the first instance that has one
-    max_model_len: int  # the smallest of all instances, tokens; 0 if unknown
+    model_root: str  # that of the most instances
+    max_model_len: int  # the largest of the instances that answer, tokens; 0 if unknown
     instances: Mapping[str, InstanceInfo]  # by id, in no order
 
 
@@ -152,12 +186,16 @@ class _Pool:
         self.lists: dict[frozenset[_Traits], list[InstanceRecord]] = {}
         # id() of such a list -> the weights of its placeable instances. Cleared when these instances, weights or lists change.
         self._shares: dict[int, SessionShares] = {}
+        # Name -> the contexts of the instances that answer to it. Cleared when instances are added, removed or described.
+        self._contexts: dict[str, frozenset[EngineTraits]] = {}
+        self._common: EngineTraits | None = None  # cleared likewise
         # Traits -> id -> instance. Most instances are alike, so there are few different traits.
         self._alike: dict[_Traits, dict[str, InstanceRecord]] = {}
         # Name, other than the pool's -> the traits that have it.
         self._answering: dict[str, set[_Traits]] = {}
-        self._closed: dict[str, InstanceInfo] = {}
-        self._opened: dict[str, InstanceInfo] = {}
+        # The instances that may be placed on, by how good they are (_tier): id -> info.
+        self._tiers: tuple[dict[str, InstanceInfo], ...] = ({}, {}, {})
+        self.answers = PoolAnswers()
         self._info: PoolInfo | None = None
 
     def add(self, record: InstanceRecord) -> None:
@@ -183,8 +221,8 @@ class _Pool:
                 self._answering[name].discard(traits)
                 if not self._answering[name]:
                     del self._answering[name]
-        self._closed.pop(record.info.instance_id, None)
-        self._opened.pop(record.info.instance_id, None)
+        for infos in self._tiers:
+            infos.pop(record.info.instance_id, None)
         self._list_anew()
 
     def members(self, name: str) -> list[InstanceRecord]:
@@ -197,6 +235,22 @@ class _Pool:
                 self.lists[alike] = sorted(chain.from_iterable(found), key=_id_of)
             members = self._members[name] = self.lists[alike]
         return members
+
+    def contexts(self, name: str) -> frozenset[EngineTraits]:
+        """Return the different contexts of the instances that answer to a name, tokens (0: unknown); those of instances that only
+        produce KV count where no other answers."""
+        contexts = self._contexts.get(name)
+        if contexts is None:
+            members = self.members(name)
+            answering = [record for record in members if not record.produces_only] or members
+            contexts = self._contexts[name] = frozenset([record.info.context for record in answering])
+        return contexts
+
+    def common(self) -> EngineTraits:
+        """Return the identity and the limits of the most instances."""
+        if self._common is None:
+            self._common = common_traits(record.info for record in self.records)
+        return self._common
 
     def shares(self, name: str) -> SessionShares:
         """Return the weights of the instances that answer to a name."""
@@ -212,20 +266,24 @@ class _Pool:
 
     def described(self, record: InstanceRecord) -> None:
         """Apply a changed `info` of an instance whose traits have not changed. Mutates."""
-        self._shares, self._info = {}, None
+        self._shares, self._contexts, self._common, self._info = {}, {}, None, None
         self.refresh(record)
 
     def refresh(self, record: InstanceRecord) -> None:
-        """Apply whether an instance is placeable, and whether its circuit is closed. Mutates."""
-        instance_id = record.info.instance_id
-        holding = (self._opened if record.circuit.opened else self._closed) if record.state in _PLACEABLE else None
-        for infos in (self._closed, self._opened):
-            if infos is holding:
+        """Apply whether an instance is placeable, healthy, and in by its life. Mutates."""
+        instance_id, tier = record.info.instance_id, _tier(record)
+        for number, infos in enumerate(self._tiers):
+            if number == tier:
                 if infos.get(instance_id) is not record.info:
                     infos[instance_id] = record.info
                     self._shares, self._info = {}, None
             elif infos.pop(instance_id, None) is not None:
                 self._shares, self._info = {}, None
+
+    @property
+    def has_healthy(self) -> bool:
+        """Whether an instance may be placed on that is in by its life, and healthy by its agent."""
+        return bool(self._tiers[0])
 
     def names(self) -> set[str]:
         """Return all names that instances answer to, besides the pool's name."""
@@ -240,10 +298,10 @@ class _Pool:
                     sorted({name for record in self._alike for name in record.served_names} - {self.model})
                 ),
                 lora_names=tuple(sorted({name for record in self._alike for name in record.lora_names})),
-                model_root=next((record.info.model_root for record in self.records if record.info.model_root), ""),
-                max_model_len=min((record.max_model_len for record in self._alike if record.max_model_len), default=0),
-                # If all circuits are open, failing instances are better than none, as in the router's own decisions.
-                instances=dict(self._closed or self._opened),
+                model_root=_most_common(record.info.model_root for record in self.records),
+                max_model_len=max((context.max_model_len for context in self.contexts(self.model)), default=0),
+                # Instances that fail are better than none, as in the router's own decisions.
+                instances=dict(next(filter(None, self._tiers), {})),
             )
         return self._info
 
@@ -258,8 +316,8 @@ class _Pool:
             name: {record for record in alike if name in record.names}
             for name in {name for record in alike for name in record.names}
         }
-        up = [record for record in self.records if record.state in _PLACEABLE]
-        announced = [record for record in up if not record.circuit.opened] or up
+        tiers = [[record for record in self.records if _tier(record) == tier] for tier in range(3)]
+        announced = next(filter(None, tiers), [])
         info = self.info()
         assert {instance_id: id(known) for instance_id, known in info.instances.items()} == {
             _id_of(record): id(record.info) for record in announced
@@ -273,10 +331,18 @@ class _Pool:
         assert self._shares.keys() <= {id(members) for members in self.lists.values()}
 
     def _list_anew(self) -> None:
-        self._members, self.lists, self._shares, self._info = {}, {}, {}, None
+        self._members, self.lists, self._shares, self._contexts, self._common, self._info = {}, {}, {}, {}, None, None
 
 
 _PLACEABLE = frozenset({InstanceState.READY, InstanceState.SYNCING, InstanceState.LOST})
+
+
+def _tier(record: InstanceRecord) -> int | None:
+    """Return 0 for an instance that is in and healthy, 1 if its agent calls it unhealthy, 2 if it is out; None if operators or
+    the engine itself want no requests there."""
+    if record.state not in (*_PLACEABLE, InstanceState.UNHEALTHY):
+        return None
+    return 2 if record.life.opened else int(record.state is InstanceState.UNHEALTHY)
 
 
 def _shares_of(members: Iterable[InstanceRecord]) -> SessionShares:
@@ -287,6 +353,13 @@ def _shares_of(members: Iterable[InstanceRecord]) -> SessionShares:
             if record.state in _PLACEABLE
         ]
     )
+
+
+def _most_common(roots: Iterable[str]) -> str:
+    """Return the root that occurs most often, of equal ones the first by name, whatever the order of the instances; "" without
+    any."""
+    counts = Counter(root for root in roots if root)
+    return min(counts, key=lambda root: (-counts[root], root), default="")
 
 
 def _id_of(record: InstanceRecord) -> str:
@@ -313,6 +386,7 @@ class InstanceRegistry:
         self.orders: Mapping[str, InstanceOrder] = {}
         self._weighted: frozenset[str] = frozenset()
         self._left: set[str] = set()
+        self._silent: set[str] = set()
 
     def get(self, instance_id: str) -> InstanceRecord | None:
         """Return the record of an instance, or None."""
@@ -321,6 +395,10 @@ class InstanceRegistry:
     def records(self) -> list[InstanceRecord]:
         """Return all instances, in order of ids."""
         return [self._records[instance_id] for instance_id in sorted(self._records)]
+
+    def unordered(self) -> Iterable[InstanceRecord]:
+        """Return all instances, in no order."""
+        return self._records.values()
 
     def pool_of(self, model: str) -> str:
         """Return the pool of a name (pool, served name or LoRA adapter), or ""."""
@@ -333,6 +411,16 @@ class InstanceRegistry:
         known = self._pools.get(pool)
         return known.members(model) if known is not None else []
 
+    def contexts(self, pool: str, model: str) -> frozenset[EngineTraits]:
+        """Return the different contexts of the pool's instances that answer to `model`, one of its names, in tokens; 0:
+        unknown."""
+        known = self._pools.get(pool)
+        return known.contexts(model) if known is not None else frozenset()
+
+    def differing(self, record: InstanceRecord) -> dict[str, str]:
+        """Return what an instance differs in from the most of its pool: name -> both values in words."""
+        return differing(record.info, self._pools[record.info.model].common())
+
     def lists(self, pool: str) -> object:
         """Return an identity of the pool's lists: a new object whenever an instance of the pool is added or removed."""
         known = self._pools.get(pool)
@@ -344,6 +432,16 @@ class InstanceRegistry:
         if not self._weighted or (known := self._pools.get(pool)) is None:
             return None
         return known.shares(model) or None
+
+    def has_healthy(self, pool: str) -> bool:
+        """Return whether an instance of the pool may be placed on that is in by its life, and healthy by its agent."""
+        known = self._pools.get(pool)
+        return known is not None and known.has_healthy
+
+    def doubts(self, instance_id: str) -> bool:
+        """Return whether an error of the instance is to be compared with what another instance of its pool answers."""
+        record = self._records.get(instance_id)
+        return record is not None and record.life.doubted and len(self._pools[record.info.model].records) > 1
 
     def answers(self, instance_id: str, model: str) -> bool:
         """Return whether the instance is known and `model` is one of its names."""
@@ -373,23 +471,30 @@ class InstanceRegistry:
             self._leave_pool(record)
         if record is not None and record.info.incarnation == info.incarnation:
             record.info, record.stream_id, record.heard_at, record.lost_at = info, stream_id, now, None
+            record.kept = False
             record.forget_snapshot()
         else:
             sync = ReportSync(info.instance_id, self._index, self._lower_tiers)
             sync.reset()
             order = self.orders.get(info.instance_id, NO_ORDER)
             begun = InstanceRecord(info, sync, stream_id, now, draining=self._drains(info), order=order)
+            self._silent.discard(info.instance_id)
             if record is None:
                 record = self._records[info.instance_id] = begun
             else:
                 record.become(begun)
         self._index.set_sparse(info.instance_id, info.sparse_prefixes)
-        self._lower_tiers.share(info.instance_id, info.model, info.shared_storage)
+        self._lower_tiers.share(info.instance_id, info.model, info.shared_storage, info.identity)
         if stays:
+            if record.life.pool is not self._pools[info.model].answers:
+                record.life = EngineLife(self._pools[info.model].answers)
             self._pools[info.model].described(record)
             return record
         if info.model not in self._pools:
             self._pools[info.model] = _Pool(info.model)
+        if record.life.pool is not self._pools[info.model].answers:
+            record.life = EngineLife(self._pools[info.model].answers)
+            self._silent.discard(info.instance_id)
         self._pools[info.model].add(record)
         self._name_pools()
         return record
@@ -400,8 +505,19 @@ class InstanceRegistry:
             record.forget_snapshot()
 
     def refresh(self, record: InstanceRecord) -> None:
-        """Update what gateways are sent after a known instance's health or circuit has changed. Mutates."""
+        """Apply that a known instance's health or life has changed: what gateways are sent, and whose requests are to leave.
+        Mutates."""
         self._pools[record.info.model].refresh(record)
+        if record.life.opened and record.life.cause == SILENCE:
+            self._silent.add(record.info.instance_id)
+        else:
+            self._silent.discard(record.info.instance_id)
+
+    def live_anew(self, record: InstanceRecord) -> None:
+        """Forget the evidence about a known instance, because its pool has another owner. Mutates."""
+        record.life = EngineLife(self._pools[record.info.model].answers)
+        record.forget_snapshot()
+        self.refresh(record)
 
     def drain(self, incarnations: Mapping[str, str], moving: frozenset[str] = frozenset()) -> bool:
         """Set the draining instances: instance id -> incarnation, known or not; `moving`: those whose requests are to leave them.
@@ -431,18 +547,26 @@ class InstanceRegistry:
     def _drains(self, info: InstanceInfo) -> bool:
         return self._drained.get(info.instance_id) == info.incarnation
 
-    def moves(self, instance_id: str) -> bool:
-        """Return whether an instance's requests are to leave it."""
+    def empties(self, instance_id: str) -> bool:
+        """Return whether operators empty the instance."""
         record = self._records.get(instance_id)
         return record is not None and instance_id in self._moving and record.draining
 
+    def moves(self, instance_id: str) -> bool:
+        """Return whether an instance's requests are to leave it: operators empty it, or its engine is silent."""
+        return instance_id in self._silent or self.empties(instance_id)
+
     def moving(self) -> list[InstanceRecord]:
         """Return the instances that their requests are to leave."""
-        return [self._records[instance_id] for instance_id in sorted(self._moving) if self.moves(instance_id)]
+        if not self._moving and not self._silent:
+            return []
+        leaving = sorted(self._moving | self._silent)
+        return [self._records[instance_id] for instance_id in leaving if self.moves(instance_id)]
 
     def remove(self, instance_id: str) -> None:
         """Remove an instance and its keys. Mutates."""
         record = self._records.pop(instance_id)
+        self._silent.discard(instance_id)
         record.sync.reset()
         self._index.set_sparse(instance_id, False)
         self._lower_tiers.share(instance_id, "", "")
@@ -468,6 +592,9 @@ class InstanceRegistry:
         assert self._named == {model: pool.names() for model, pool in self._pools.items()}
         for record in self._records.values():
             assert record.order == self.orders.get(record.info.instance_id, NO_ORDER)
+            assert record.life.pool is self._pools[record.info.model].answers
+            silent = bool(record.life.opened) and record.life.cause == SILENCE
+            assert silent == (record.info.instance_id in self._silent), record.info.instance_id
 
     def _leave_pool(self, record: InstanceRecord) -> None:
         pool = self._pools[record.info.model]

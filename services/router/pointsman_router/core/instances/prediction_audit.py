@@ -17,8 +17,7 @@ SHORTFALLS = 5
 SLACK_BLOCKS = 2
 # The same as a share of the prediction. The larger of the two limits applies.
 SLACK_SHARE = 0.1
-# Time within which a second failure rejects the instance's events, s. Also how long the approximate index counts as empty after a
-# failure.
+# How long the approximate index counts as empty after a failure, s.
 AGAIN_S = 60.0
 
 
@@ -31,24 +30,24 @@ class PredictionAudit:
 
     failures: int = 0  # number of failed audits
     reason: str = ""  # what the last one found
-    events_rejected: bool = False  # the events were wrong twice within `AGAIN_S` and are not used again
     since: float = 0.0  # requests placed before it are no evidence
     suspended_until: float = 0.0  # the approximate index counts as empty until then
     _short: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _unjudged: deque[tuple[bool, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    _failed_at: float | None = None
 
-    def observe(self, predicted: int, reported: int, block_size: int) -> None:
-        """Record one answer's predicted and reported cached tokens. Mutates.
+    def observe(self, predicted: int, reported: int, block_size: int) -> bool:
+        """Record one answer's predicted and reported cached tokens; return whether it falls short. Mutates.
 
         Predictions too small for a shortfall are ignored. A shortfall is more than 2 of the engine's blocks and more than 10 % of
         the prediction.
         """
-        if predicted > SLACK_BLOCKS * block_size:
-            short = predicted - reported > max(SLACK_BLOCKS * block_size, SLACK_SHARE * predicted)
-            self._unjudged.append((short, predicted, reported))
+        if predicted <= SLACK_BLOCKS * block_size:
+            return False
+        short = predicted - reported > max(SLACK_BLOCKS * block_size, SLACK_SHARE * predicted)
+        self._unjudged.append((short, predicted, reported))
+        return short
 
-    def judge(self, now: float) -> bool:
+    def judge(self) -> bool:
         """Count the answers observed since the last call; return whether the instance fails the audit, with 5 shortfalls in the
         last 8 answers. Mutates."""
         if not self._unjudged:
@@ -63,10 +62,7 @@ class PredictionAudit:
             f"{sum(self._short)} of the last {len(self._short)} answers had fewer cached tokens than predicted, "
             f"the last {reported} instead of {predicted}"
         )
-        if self._failed_at is not None and now - self._failed_at <= AGAIN_S:
-            self.events_rejected = True
         self.failures += 1
-        self._failed_at = now
         self._short.clear()
         return True
 

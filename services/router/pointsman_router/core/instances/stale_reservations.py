@@ -30,8 +30,9 @@ class IdleReports:
 
     def observe(self, load: Load, now: float, fresh_s: float) -> bool:
         """Add a report; return whether the last `IDLE_REPORTS` reports were idle. `fresh_s`: maximum age of a report. Mutates."""
-        works = load.running or load.waiting
-        if not load.healthy or load.suspended or works or now - load.sampled_at > fresh_s:
+        # An engine that does not report both may work.
+        idle = load.running == 0 and load.waiting == 0
+        if not load.healthy or load.suspended or not idle or now - load.sampled_at > fresh_s:
             self._idle_at.clear()
         elif load.sampled_at > self._sampled_at:
             self._idle_at.append(load.sampled_at)

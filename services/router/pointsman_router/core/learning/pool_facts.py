@@ -55,7 +55,11 @@ class PoolFactsCounter:
                 cost = curve.work_s(work) / curve.cost_s(LIGHT_NEW_TOKENS, 0) if work.tokens else 0.0
                 kinds[hardware] = observer.samples(pool, hardware) >= LEARNED_AFTER, cost
             instances += 1
-            exact += self._prefix_knowledge.source(record, now) is PrefixSource.EVENTS
+            source, trust = self._prefix_knowledge.source(record, now), record.trust
+            # Before the first answer that confirms or contradicts an instance's events, they are expected to be right: so neither
+            # a pool that begins nor an instance that restarts has another policy until then.
+            expected = record.follows_events and record.sync.live and not trust.losses
+            exact += source is PrefixSource.EVENTS or (source is PrefixSource.APPROXIMATE and expected)
             learned += kinds[hardware][0]
             mean_cost += kinds[hardware][1]
         return PoolFacts(instances, exact, learned, mean_cost / max(instances, 1))

@@ -86,6 +86,11 @@ class PrefillObserver:
         fit = self._fits.get((pool, hardware))
         return fit.samples if fit else 0
 
+    def prediction(self, pool: str, hardware: str) -> tuple[PrefillCurve, bool]:
+        """Return the curve, and whether it is learned."""
+        fit = self._fits.get((pool, hardware))
+        return (fit.curve, fit.samples >= fit.TRUSTED_AFTER) if fit else (DEFAULT_CURVE, False)
+
     def mean_work(self, pool: str) -> PrefillWork:
         """Return the mean prefill work of the pool's requests; zero before the first."""
         mean_work = self._means.get(pool)

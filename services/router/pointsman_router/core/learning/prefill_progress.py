@@ -33,6 +33,10 @@ class OpenPrompt:
     # about the index.
     evicted: bool = False
     learned: bool = False  # the keys already count as cached
+    # Tokens that were cached by the instance's events and by the router's placements, while the events were not trusted; None:
+    # not looked up.
+    by_events: int | None = None
+    by_placements: int | None = None
     # The last key of the predicted prefix on the GPU, while it is watched after the prefill.
     last_key: int | None = None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -15,15 +16,20 @@ from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_common.core.key_report_messages import Delta, KeyMessage, SnapshotEnd, Tier
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
-from pointsman_router.core.instances.prediction_audit import AGAIN_S
+from pointsman_router.core.instances.prediction_audit import (
+    AGAIN_S,
+    SLACK_BLOCKS,
+    SLACK_SHARE,
+)
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefill_progress import NO_KEYS, OpenPrompt, PrefillProgress
 from pointsman_router.core.load.reservations import Reservation
-from pointsman_router.core.placement_types import Candidate, Decision, PrefixSource, StepKind
+from pointsman_router.core.placement_types import Candidate, Decision, Load, PrefixSource, StepKind
 from pointsman_router.core.prefix.approximate_index import ApproximateIndex
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.prefix.lower_tiers import LowerBlocks, LowerTiers
 from pointsman_router.core.prefix.provisional_blocks import ProvisionalBlocks
+from pointsman_router.core.prefix.recent_placements import RecentPlacements
 from pointsman_router.core.turn import Turn
 
 
@@ -55,25 +61,29 @@ class PrefixKnowledge:
     prefill_progress: PrefillProgress = field(default_factory=PrefillProgress)
     provisional: ProvisionalBlocks = field(default_factory=ProvisionalBlocks)
     approximate_index: ApproximateIndex = field(default_factory=ApproximateIndex)
+    # Of instances whose KV events are followed.
+    recent_placements: RecentPlacements = field(default_factory=RecentPlacements)
     lower_tiers: LowerTiers = field(default_factory=LowerTiers)
     # Instance -> when its lower tiers count again, s: its answers had fewer tokens cached than its GPU and these should have.
     _unloaded: dict[str, float] = field(default_factory=dict)
+    # Instances with exact keys of which the last answers leave a doubt.
+    _doubted: set[str] = field(default_factory=set)
 
     # ---- what is known ----
 
     def source(self, record: InstanceRecord, now: float) -> PrefixSource:
         """Return the source of the instance's cached blocks at `now`; NONE if its cache counts as empty."""
-        if record.lost_at is not None or now > record.heard_at + self.stale_keys_s:
+        if record.lost_at is not None:
+            return PrefixSource.APPROXIMATE
+        if now > record.heard_at + self.stale_keys_s:
             return PrefixSource.NONE
-        if record.sync.live:
-            return PrefixSource.EVENTS
-        if record.follows_events or now < record.prediction_audit.suspended_until:
-            return PrefixSource.NONE
-        return PrefixSource.APPROXIMATE
+        if record.exact:
+            return PrefixSource.EVENTS if record.sync.live else PrefixSource.NONE
+        return PrefixSource.NONE if now < record.placement_audit.suspended_until else PrefixSource.APPROXIMATE
 
     def source_changes_at(self, record: InstanceRecord) -> tuple[float, float]:
         """Return the times at which the source may change without an event."""
-        return record.heard_at + self.stale_keys_s, record.prediction_audit.suspended_until
+        return record.heard_at + self.stale_keys_s, record.placement_audit.suspended_until
 
     def indexes(self) -> tuple[PrefixIndex, ...]:
         """Return the indexes in which instances' keys are looked up."""
@@ -82,22 +92,42 @@ class PrefixKnowledge:
         return (self.index, assumed, *lower) if len(assumed) else (self.index, *lower)
 
     def match(self, keys: Sequence[int], candidates: Sequence[Candidate]) -> PrefixMatches:
-        """Return how many leading blocks of the prompt each candidate has, by its prefix_source. Changes nothing."""
+        """Return how many leading blocks of the prompt each candidate has, by its prefix_source. Changes nothing.
+
+        An approximate candidate has what it was sent or, if its events are credible though not trusted, what these told:
+        whichever is more. So has one with exact keys that are doubted."""
         if not keys:
             return _NOTHING
         events = PrefixSource.EVENTS
         exact = [candidate.instance_id for candidate in candidates if candidate.prefix_source is events]
+        learned: dict[str, int] = {}
+        if len(exact) < len(candidates):
+            assumed = [
+                candidate.instance_id for candidate in candidates if candidate.prefix_source is PrefixSource.APPROXIMATE
+            ]
+            learned = self.approximate_index.leading_blocks(keys, assumed)
+            exact += [instance_id for instance_id in assumed if self._is_credible(instance_id)]
+        if self._doubted:
+            learned |= self.approximate_index.leading_blocks(keys, self._doubted.intersection(exact))
         blocks = self.index.leading_blocks(keys, exact)
         further = self.provisional.reach(keys, blocks)
         provisional = {instance_id: reach - blocks[instance_id] for instance_id, reach in further.items()}
         blocks |= further
+        followed = {}
+        for instance_id, count in learned.items():
+            if instance_id in blocks:
+                blocks[instance_id] = max(blocks[instance_id], count)
+            else:
+                followed[instance_id] = count
         lower = self._lower_blocks(keys, blocks) if self.lower_tiers else _NOTHING.lower
-        if len(exact) < len(candidates):
-            learned = [
-                candidate.instance_id for candidate in candidates if candidate.prefix_source is PrefixSource.APPROXIMATE
-            ]
-            blocks |= self.approximate_index.leading_blocks(keys, learned)
-        return PrefixMatches(blocks, provisional, lower)
+        return PrefixMatches(blocks | followed if followed else blocks, provisional, lower)
+
+    def _is_credible(self, instance_id: str) -> bool:
+        record = self.instances.get(instance_id)
+        if record is None or not record.follows_events or not record.trust.credible:
+            return False
+        # The keys of an instance whose agent is gone are followed no longer, and most of them are still right.
+        return record.sync.live or record.lost_at is not None
 
     def _lower_blocks(self, keys: Sequence[int], blocks: Mapping[str, int]) -> Mapping[str, LowerBlocks]:
         """Return the blocks that follow in lower tiers, of instances whose answers agree with what they report of these."""
@@ -115,9 +145,61 @@ class PrefixKnowledge:
         """Handle a message of the instance's agent; call before `heard_at` is set. The answers observed since its previous
         message are judged now, unless it was silent. Return the effects of the prediction audit. Mutates."""
         self.silence_ends(record, now)
-        if not record.sync.live or not record.prediction_audit.judge(now):
+        if not record.sync.live or not record.prediction_audit.judge():
             return []
-        return self._reject_predictions(record, now)
+        return self._reject_events(record)
+
+    def counted(self, record: InstanceRecord, load: Load, now: float) -> list[ev.Effect]:
+        """Compare the predictions for answers without usage details with the engine's counters. Return the effects of the
+        prediction audit. Mutates."""
+        queries, hits = load.prefix_cache_queries, load.prefix_cache_hits
+        if not record.follows_events or queries is None or hits is None:
+            return []
+        found = record.counted_hits.counted(queries, hits, load.sampled_at)
+        if found is None or not record.sync.live:
+            return []
+        answers, predicted, reported = found
+        for _ in range(answers):
+            self._observe_events(record, predicted, reported)
+        return self._reject_events(record) if record.prediction_audit.judge() else []
+
+    def compare(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
+        """Compare the answers of an instance with the keys in its events; call after a message of its agent was applied. Return
+        the effects of a change of trust. Mutates."""
+        trust, instance_id = record.trust, record.info.instance_id
+        if not trust.waits:
+            return []
+        if not record.sync.live:
+            if not record.follows_events:
+                trust.forget_waiting()
+            return []
+        before, had_placements = trust.proven, record.needs_placements
+        changed = trust.compare(partial(self.index.holds, instance_id), now, sparse=record.info.sparse_prefixes)
+        self.keep_placements(record, had_placements)
+        if not changed:
+            return []
+        if before is not trust.proven:
+            record.forget_snapshot()
+            self.provisional.drop(instance_id)
+        if trust.proven:
+            return [ev.EventsTrusted(instance_id)]
+        return [ev.EventsDistrusted(instance_id, record.prefix_reason)]
+
+    def keep_placements(self, record: InstanceRecord, before: bool) -> None:
+        """Make or drop the approximate keys of an instance, from what was placed there lately, if they begin or cease to count.
+        `before`: whether they counted."""
+        instance_id = record.info.instance_id
+        if record.exact and record.trust.doubted:
+            self._doubted.add(instance_id)
+        else:
+            self._doubted.discard(instance_id)
+        if record.needs_placements is before:
+            return
+        self.approximate_index.drop(instance_id)
+        if record.needs_placements:
+            capacity = record.info.kv_capacity_tokens // KEY_TOKENS or ASSUMED_CAPACITY_KEYS
+            for keys in self.recent_placements.of(instance_id):
+                self.approximate_index.learn(instance_id, keys, capacity)
 
     def silence_ends(self, record: InstanceRecord, now: float) -> None:
         """Exclude requests placed before `now` from the audit if the instance's agent was silent or lost. Evictions meanwhile
@@ -125,6 +207,7 @@ class PrefixKnowledge:
         silence_s = max(SILENT_INTERVALS * record.report_interval_s, LEAST_SILENCE_S)
         if record.follows_events and (now - record.heard_at > silence_s or record.lost_at is not None):
             record.prediction_audit.ignore_before(now)
+            record.trust.forget_waiting()
 
     def keys_reported(self, record: InstanceRecord, message: KeyMessage, now: float) -> list[OpenPrompt]:
         """Apply `message`, which the instance's copy has applied; return the prompts whose prefill has progressed. Mutates."""
@@ -146,6 +229,7 @@ class PrefixKnowledge:
                 moved = self.prefill_progress.reported(instance_id, self.index)
             case SnapshotEnd():
                 record.prediction_audit.reset(now)
+                record.trust.forget_waiting()
                 moved = self.prefill_progress.reported(instance_id, self.index)
             case _:
                 return []
@@ -157,9 +241,11 @@ class PrefixKnowledge:
         """Drop all knowledge of an instance that is gone, or has a new incarnation. Mutates."""
         self.provisional.drop(instance_id)
         self.approximate_index.drop(instance_id)
+        self.recent_placements.drop(instance_id)
         self.prefill_observer.forget(instance_id)
         self.prefill_progress.unwatch_all(instance_id)
         self._unloaded.pop(instance_id, None)
+        self._doubted.discard(instance_id)
 
     # ---- requests ----
 
@@ -178,14 +264,28 @@ class PrefixKnowledge:
         record = self.instances.get(reservation.instance_id)
         if record is not None and record.follows_events and prompt.keys and reservation.new_tokens:
             self.prefill_progress.watch(prompt, self.index)
+        if record is not None and record.follows_events and prompt.keys and record.needs_placements:
+            self._look_up(prompt, record)
         return prompt
+
+    def _look_up(self, prompt: OpenPrompt, record: InstanceRecord) -> None:
+        """Note how many tokens of a prompt its instance has by its events and by the router's placements."""
+        block = record.info.block_size
+        reusable = max(prompt.target_tokens - 1, 0)
+        keys = prompt.keys[: reusable // KEY_TOKENS]
+
+        def tokens(index: PrefixIndex) -> int:
+            found = index.leading_blocks(keys, (prompt.instance_id,))[prompt.instance_id] * KEY_TOKENS
+            return max(found - found % block - record.info.uncertain_blocks * block, 0)
+
+        prompt.by_events, prompt.by_placements = tokens(self.index), tokens(self.approximate_index.index)
 
     def first_token(self, prompt: OpenPrompt, now: float) -> None:
         """Record that a prompt is computed in full, and its answer has begun. Mutates."""
         self.step_done(prompt, now)
         if prompt.learned:
             record = self.instances.get(prompt.instance_id)
-            if record is None or record.follows_events:
+            if record is None or not record.needs_placements:
                 # No step follows, and events report what stays cached. The keys of 130k tokens take 65 kB.
                 prompt.keys = NO_KEYS
 
@@ -220,6 +320,13 @@ class PrefixKnowledge:
         self.prefill_progress.check_invariants(self.index, live, prompts)
         self.provisional.check_invariants()
         self.approximate_index.check_invariants()
+        self.recent_placements.check_invariants()
+        for record in self.instances.records():
+            assert record.needs_placements or not self.approximate_index.count(record.info.instance_id)
+        doubted = {
+            record.info.instance_id for record in self.instances.records() if record.exact and record.trust.doubted
+        }
+        assert doubted == self._doubted
         self.lower_tiers.check_invariants()
 
     def _learn(self, prompt: OpenPrompt, now: float) -> None:
@@ -230,14 +337,17 @@ class PrefixKnowledge:
         per_block = record.info.block_size // KEY_TOKENS
         # An engine keeps only whole blocks of its own size.
         keys = prompt.keys[: min(prompt.target_tokens // KEY_TOKENS, len(prompt.keys)) // per_block * per_block]
+        capacity = record.info.kv_capacity_tokens // KEY_TOKENS or ASSUMED_CAPACITY_KEYS
+        if record.follows_events:
+            record.trust.computed(keys, record.info.block_size, now, sparse=record.info.sparse_prefixes)
+            self.recent_placements.add(prompt.instance_id, keys, capacity)
         if self.source(record, now) is PrefixSource.EVENTS:
             if record.info.sparse_prefixes:
                 # Blocks at the front of the prompt may be evicted before its end is computed, so only events show the hits.
                 return
             held = self.index.leading_blocks(keys, (prompt.instance_id,))[prompt.instance_id]
             self.provisional.add(prompt.instance_id, keys[held:], now)
-        elif not record.follows_events:
-            capacity = record.info.kv_capacity_tokens // KEY_TOKENS or ASSUMED_CAPACITY_KEYS
+        if record.needs_placements:
             self.approximate_index.learn(prompt.instance_id, keys, capacity)
 
     def _judge(
@@ -245,7 +355,7 @@ class PrefixKnowledge:
     ) -> list[ev.Effect]:
         """Compare the cached tokens predicted for the answering instance with those that its engine reported."""
         record = self.instances.get(prompt.instance_id)
-        if reported is None or decision is None or record is None or prompt.evicted or record.lost_at is not None:
+        if decision is None or record is None or prompt.evicted or record.lost_at is not None:
             return []
         candidate = decision.view.find(prompt.instance_id)  # None: a gateway announced the request on another instance
         last = decision.result.steps[-1]
@@ -259,42 +369,69 @@ class PrefixKnowledge:
             return []
         # Only the blocks on the GPU are evidence for the index of these.
         predicted = candidate.present_tokens - candidate.kv_load.tokens
-        if record.follows_events:
-            if candidate.prefix_source is not PrefixSource.EVENTS or not record.sync.live:
-                return []
-        elif candidate.prefix_source is not PrefixSource.APPROXIMATE:
+        by_events, by_placements = prompt.by_events, prompt.by_placements
+        if candidate.prefix_source is PrefixSource.EVENTS and by_events is None:
+            by_events = predicted
+        elif candidate.prefix_source is PrefixSource.APPROXIMATE and by_placements is None:
+            by_placements = predicted
+        if reported is None:
+            if record.follows_events and by_events:
+                record.counted_hits.answered(prompt.opened_at, by_events, now)
             return []
-        elif reported < predicted:
-            self.approximate_index.correct(prompt.instance_id, prompt.keys[reported // KEY_TOKENS :])
-        record.prediction_audit.observe(predicted, reported, record.info.block_size)
+        if by_events is not None and record.sync.live:
+            self._observe_events(record, by_events, reported)
         if candidate.kv_load.tokens:
             self._judge_load(record, candidate, reported, now)
-        # The engine's events may still be on their way, so judge only after the agent's next message (`heard`). The approximate
-        # index is the router's own and can be judged at once.
-        if record.follows_events or not record.prediction_audit.judge(now):
+        # The engine's events may still be on their way, so these are judged only after the agent's next message (`heard`). The
+        # approximate index is the router's own and can be judged at once.
+        if by_placements is None or not record.needs_placements or candidate.prefix_source is PrefixSource.NONE:
             return []
-        return self._reject_predictions(record, now)
+        if reported < by_placements:
+            self.approximate_index.correct(prompt.instance_id, prompt.keys[reported // KEY_TOKENS :])
+        if record.follows_events:
+            # What was placed while events misled decisions is soon evicted; each answer corrects its own part.
+            return []
+        record.placement_audit.observe(by_placements, reported, record.info.block_size)
+        return self._reject_placements(record, now) if record.placement_audit.judge() else []
+
+    def _observe_events(self, record: InstanceRecord, predicted: int, reported: int) -> None:
+        """Compare an answer with the keys in the instance's events. If these were contradicted before, only as evidence for their
+        return."""
+        if not record.trust.credible:
+            if predicted - reported > max(SLACK_BLOCKS * record.info.block_size, SLACK_SHARE * predicted):
+                record.trust.short()
+        elif record.prediction_audit.observe(predicted, reported, record.info.block_size):
+            record.trust.short()
 
     def _judge_load(self, record: InstanceRecord, candidate: Candidate, reported: int, now: float) -> None:
         """Compare an answer with what lower tiers were predicted to add. After too many shortfalls they count as empty for a
         while: the blocks cannot be loaded, or are evicted before they are."""
         audit = record.load_audit
         audit.observe(candidate.present_tokens, reported, record.info.block_size)
-        if audit.judge(now):
+        if audit.judge():
             self._unloaded[record.info.instance_id] = now + AGAIN_S
 
-    def _reject_predictions(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
-        followed = record.sync.live
-        instance_id, reason = record.info.instance_id, record.prediction_audit.reason
+    def _reject_placements(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
+        """Let the approximate keys count as empty for a while."""
         record.forget_snapshot()
+        self.approximate_index.drop(record.info.instance_id)
+        self.recent_placements.drop(record.info.instance_id)
+        record.placement_audit.suspend(now)
+        return [ev.PredictionAuditFailed(record.info.instance_id, record.placement_audit.reason)]
+
+    def _reject_events(self, record: InstanceRecord) -> list[ev.Effect]:
+        """Stop trusting events that told of blocks which the engine does not have, and request a new snapshot of the keys: only
+        the router's or the agent's copy may be wrong."""
+        instance_id, reason = record.info.instance_id, record.prediction_audit.reason
+        had_placements = record.needs_placements
+        new = record.trust.lose(reason)
+        self.keep_placements(record, had_placements)
         self.provisional.drop(instance_id)
-        self.approximate_index.drop(instance_id)
-        if not followed:
-            record.prediction_audit.suspend(now)
-            return [ev.PredictionAuditFailed(instance_id, reason)]
+        record.forget_snapshot()
         record.sync.invalidate()
-        effects: list[ev.Effect] = [ev.PredictionAuditFailed(instance_id, reason)]
         self.turn.fleet_changed = True
-        if record.follows_events:
-            effects.append(ev.Resync(record.stream_id, instance_id, f"prediction audit failed: {reason}"))
-        return effects
+        effects: list[ev.Effect] = [
+            ev.PredictionAuditFailed(instance_id, reason),
+            ev.Resync(record.stream_id, instance_id, f"prediction audit failed: {reason}"),
+        ]
+        return [*effects, ev.EventsDistrusted(instance_id, reason)] if new else effects

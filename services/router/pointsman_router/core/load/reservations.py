@@ -36,6 +36,13 @@ class Reservation(msgspec.Struct, frozen=True, gc=False):
     pool: str = ""
     cached_tokens: int = 0  # tokens of the prompt before the new ones, which are cached
     kv_load: KvLoad = NO_LOAD  # what the instance loads from lower tiers first
+    sequences: int = 1  # as PlacementRequest.sequences
+    sequence_tokens: int = 0  # as PlacementRequest.sequence_tokens
+
+    @property
+    def decode_tokens(self) -> int:
+        """Prompt tokens to which its sequences attend in each step of the decode."""
+        return self.sequence_tokens or self.input_tokens
 
     @property
     def pending_tokens(self) -> int:
@@ -63,19 +70,19 @@ class Reservation(msgspec.Struct, frozen=True, gc=False):
 class Counters:
     """The sums over the open requests of one instance (the terms of the policies' formulas, and of the pool's backlog)."""
 
-    num_requests: int = 0
+    num_requests: int = 0  # each sequence of a request counts
     pending_prefill_tokens: int = 0  # not computed yet
-    ongoing_decode_tokens: int = 0  # input tokens of the requests in decode
+    ongoing_decode_tokens: int = 0  # prompt tokens of the sequences in decode
     ongoing_tokens: int = 0  # input tokens of all requests
     pending_prefills: int = 0  # number of requests with tokens that are not computed yet
     pending_pairs: int = 0  # of tokens that are not computed yet (PrefillWork)
 
     def add(self, reservation: Reservation, sign: int) -> None:
         """Add (sign 1) or subtract (sign -1) a reservation. Mutates."""
-        self.num_requests += sign
+        self.num_requests += sign * reservation.sequences
         self.ongoing_tokens += sign * reservation.input_tokens
         if reservation.phase is Phase.DECODE:
-            self.ongoing_decode_tokens += sign * reservation.input_tokens
+            self.ongoing_decode_tokens += sign * reservation.decode_tokens
         else:
             self.add_pending(reservation, sign)
 
@@ -157,6 +164,7 @@ class Reservations:
         self._of_instance: dict[str, dict[str, None]] = {}
         # Instance -> ids of its open prefills in order of arrival, each with its arrival number.
         self._prefilling: dict[str, dict[str, int]] = {}
+        self._sequences: dict[str, int] = {}  # instance -> number of sequences of these
         self._came = 0
         # Instance -> its open prefills that have tokens left to compute.
         self._pending: dict[str, _Prefills[tuple[int, int]]] = {}
@@ -201,8 +209,8 @@ class Reservations:
         return partial.listed(last=True) if partial else ((), NO_PREFILLS)
 
     def num_prefills(self, instance_id: str) -> int:
-        """Return how many open prefills an instance has, including those without tokens left to compute."""
-        return len(self._prefilling.get(instance_id, ()))
+        """Return how many sequences the open prefills of an instance have, including those without tokens left to compute."""
+        return self._sequences.get(instance_id, 0)
 
     def came_before(self, instance_id: str, one: str, other: str) -> bool:
         """Return whether request `one` arrived before `other`; both must be open prefills of the instance. O(1)."""
@@ -232,6 +240,7 @@ class Reservations:
         if reservation.pending_tokens > 0:
             self._came += 1
             self._prefilling.setdefault(reservation.instance_id, {})[reservation.request_id] = self._came
+            self._count_sequences(reservation, 1)
             self._pending.setdefault(reservation.instance_id, _Prefills()).put(
                 reservation.request_id, _left(reservation)
             )
@@ -293,12 +302,20 @@ class Reservations:
                 del self._counters[reservation.instance_id]
                 del self._of_instance[reservation.instance_id]
             if (waiting := self._prefilling.get(reservation.instance_id)) is not None:
-                waiting.pop(request_id, None)
+                if waiting.pop(request_id, None) is not None:
+                    self._count_sequences(reservation, -1)
                 if not waiting:
                     del self._prefilling[reservation.instance_id]
             _drop(self._pending, reservation)
             _drop(self._partial, reservation)
         return reservation
+
+    def _count_sequences(self, reservation: Reservation, sign: int) -> None:
+        left = self._sequences.get(reservation.instance_id, 0) + sign * reservation.sequences
+        if left:
+            self._sequences[reservation.instance_id] = left
+        else:
+            del self._sequences[reservation.instance_id]
 
     def _follow_pending(self, reservation: Reservation, before: int) -> None:
         instance_id, request_id = reservation.instance_id, reservation.request_id
@@ -342,6 +359,7 @@ class Reservations:
         for instance_id, numbers in self._prefilling.items():
             assert list(numbers.values()) == sorted(numbers.values())
             here = [self._open[request_id] for request_id in numbers]
+            assert self._sequences[instance_id] == sum(reservation.sequences for reservation in here)
             _check(
                 self._pending,
                 instance_id,
@@ -353,6 +371,7 @@ class Reservations:
                 {reservation.request_id: reservation.remainder for reservation in here if reservation.remainder[1] > 0},
             )
         assert self._pending.keys() | self._partial.keys() <= self._prefilling.keys()
+        assert self._sequences.keys() == self._prefilling.keys()
 
 
 def _left(reservation: Reservation) -> tuple[int, int]:

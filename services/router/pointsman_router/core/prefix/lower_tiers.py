@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import NamedTuple
 
+from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity, Use, compatible
 from pointsman_common.core.key_report_messages import Tier
 from pointsman_router.core.prefix.exact_index import UNBOUNDED, IndexFull, PrefixIndex
 
@@ -29,6 +31,14 @@ class LowerBlocks(NamedTuple):
 NO_BLOCKS = LowerBlocks()
 
 
+class Store(NamedTuple):
+    """A store that instances of one pool share. `part`: separates instances that are known to differ."""
+
+    pool: str
+    name: str
+    part: int = 0
+
+
 class LowerTiers:
     """Sets of keys by instance and tier, with at most `max_keys` different keys in each tier.
 
@@ -39,11 +49,12 @@ class LowerTiers:
         self.max_keys = max_keys
         # Made when the first key comes. A fleet without lower tiers pays nothing.
         self._indexes: dict[int, PrefixIndex] = {}
-        # Instance -> the (pool, name) of its shared store, and the instances of each store.
-        self._store_of: dict[str, tuple[str, str]] = {}
-        self._stores: dict[tuple[str, str], set[str]] = {}
+        # Instance -> its shared store, and the instances of each store.
+        self._store_of: dict[str, Store] = {}
+        self._stores: dict[Store, set[str]] = {}
+        self._identities: dict[str, EngineIdentity] = {}
         # (generation, the bits of the instances of each store) of the STORAGE index.
-        self._store_masks: tuple[int, dict[tuple[str, str], int]] = (-1, {})
+        self._store_masks: tuple[int, dict[Store, int]] = (-1, {})
 
     def __bool__(self) -> bool:
         """Whether any key is known."""
@@ -68,26 +79,31 @@ class LowerTiers:
         index = self._indexes.get(tier)
         return len(index) if index is not None else 0
 
-    def store_of(self, instance_id: str) -> tuple[str, str] | None:
-        """Return pool and name of the store that an instance shares with others; None if it shares none."""
+    def store_of(self, instance_id: str) -> Store | None:
+        """Return the store that an instance shares with others; None if it shares none."""
         return self._store_of.get(instance_id)
 
-    def share(self, instance_id: str, pool: str, name: str) -> None:
+    def share(self, instance_id: str, pool: str, name: str, identity: EngineIdentity = UNKNOWN_IDENTITY) -> None:
         """Set the name of the store in which an instance's STORAGE blocks are, among the instances of its pool; empty: no other
-        instance uses it. Mutates."""
-        store = (pool, name)
-        before = self._store_of.get(instance_id)
-        if before == (store if name else None):
-            return
-        if before is not None:
-            del self._store_of[instance_id]
+        instance uses it. Instances that are known to differ do not load each other's blocks, even from one store. Mutates."""
+        if before := self._store_of.pop(instance_id, None):
             self._stores[before].discard(instance_id)
             if not self._stores[before]:
                 del self._stores[before]
+        self._identities[instance_id] = identity
         if name:
+            stores = (Store(pool, name, part) for part in count())
+            store = next(store for store in stores if self._fits(identity, store))
             self._store_of[instance_id] = store
             self._stores.setdefault(store, set()).add(instance_id)
-        self._store_masks = (-1, {})
+        else:
+            del self._identities[instance_id]
+        if before != self._store_of.get(instance_id):
+            self._store_masks = (-1, {})
+
+    def _fits(self, identity: EngineIdentity, store: Store) -> bool:
+        there = {self._identities[name] for name in self._stores.get(store, ())}
+        return all(compatible(identity, other, Use.KV) for other in there)
 
     def add(self, tier: int, instance_id: str, keys: Collection[int]) -> int:
         """Add keys to an instance's set in a tier; return how many were new to it. Raises IndexFull, with nothing added.
@@ -235,4 +251,4 @@ def _ends(
             return
 
 
-__all__ = ["NO_BLOCKS", "IndexFull", "LowerBlocks", "LowerTiers"]
+__all__ = ["NO_BLOCKS", "IndexFull", "LowerBlocks", "LowerTiers", "Store"]

@@ -128,6 +128,8 @@ class GatewayEvents:
             prefilled_tokens=min(prefilled_tokens, new_tokens),
             pool=pool,
             cached_tokens=stream.request.input_tokens - new_tokens,
+            sequences=stream.request.sequences,
+            sequence_tokens=stream.request.sequence_tokens,
         )
         self.requests.announce(reservation, now, stream.request)
         self.requests.count_announced(stream.request, pool, now)
@@ -256,7 +258,13 @@ class GatewayEvents:
             return [not_serving(event.request_id, pool, why, reservation.gateway_id)]
         if event.step_index >= MAX_STEPS:
             return []
-        request = PlacementRequest(event.request_id, pool, reservation.input_tokens)
+        request = PlacementRequest(
+            event.request_id,
+            pool,
+            reservation.input_tokens,
+            sequences=reservation.sequences,
+            sequence_tokens=reservation.sequence_tokens,
+        )
         moved = replace(reservation, step_index=event.step_index + 1)
         self.requests.announce(moved, now)
         return [ev.Reserved(moved), self.plans.recovered(moved, request, moved.gateway_id)]

@@ -1,4 +1,5 @@
-"""Chooses which requests leave the instances that operators empty (`drain --move`), at a pace that the others can take. Pure.
+"""Chooses which requests leave the instances that operators empty (`drain --move`), or whose engine is silent (engine_life.py),
+at a pace that the others can take. Pure.
 
 Another instance has to compute the prompt and the answer so far, unless it has a part of them cached. So no more requests are
 under way to other instances than these have no other prefill to compute for, but always one. Until it leaves, a request makes
@@ -66,7 +67,12 @@ class RequestMoves:
             return []
         sources: dict[str, list[Reservation]] = {}
         for record in moving:
-            here = self._reservations.of_instance(record.info.instance_id)
+            # The request on trial shows whether a silent engine has recovered.
+            here = [
+                one
+                for one in self._reservations.of_instance(record.info.instance_id)
+                if one.request_id != record.life.trial
+            ]
             sources.setdefault(record.info.model, []).extend(here)
         there = {reservation.request_id for reservations in sources.values() for reservation in reservations}
         self._notices = {request_id: notice for request_id, notice in self._notices.items() if request_id in there}
@@ -96,9 +102,13 @@ class RequestMoves:
                 continue
             if not verdict.result.steps:  # The policy would hold it.
                 continue
+            target = self._instances.get(verdict.instance_id)
+            if target is None or target.life.opened:
+                continue  # It would be no better off there.
             targets.add(verdict.instance_id)
             self._notices[reservation.request_id] = _Notice(now, notice.times + 1)
-            effects.append(ev.Move(reservation.request_id, reservation.gateway_id))
+            silent = not self._instances.empties(reservation.instance_id)
+            effects.append(ev.Move(reservation.request_id, reservation.gateway_id, silent=silent))
             if len(effects) >= room:
                 break
         return effects
@@ -119,6 +129,7 @@ class RequestMoves:
         if (plan := state.plan) is not None and plan.result.steps[reservation.step_index].kind is not StepKind.SERVE:
             return None
         begun = reservation.phase is Phase.DECODE
+        here = self._instances.get(reservation.instance_id)
         return replace(
             asked,
             keys=state.keys,
@@ -127,6 +138,7 @@ class RequestMoves:
             sliceable_tokens=0 if begun else asked.sliceable_tokens,
             continues=asked.continues or begun,
             resumed=asked.resumed or begun,
+            begun_by=here.info.identity if begun and here is not None else asked.begun_by,
         )
 
     def _room(self, pool: str) -> int:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.instances.circuit_breaker import CircuitSettings
-from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
+from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.kv_load import NO_LOAD
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.load.affinity import Affinity
@@ -16,6 +15,7 @@ from pointsman_router.core.load.recent_migrations import Migrations
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.placement_types import Candidate, Decision, PlacementRequest, Step, StepKind
 from pointsman_router.core.requests.decider import Decider
+from pointsman_router.core.requests.life_evidence import LifeEvidence
 from pointsman_router.core.requests.recovered_placement import recovered_decision
 from pointsman_router.core.requests.refusals import not_serving
 from pointsman_router.core.requests.request_state import RequestState, Stage
@@ -34,6 +34,11 @@ MAX_NOTE = 100
 MAX_STEPS = 10_000
 
 
+# An answer that is not streamed, or of which the gateway does not say whether it is, comes with its last token: OUTPUT_TOKEN_S
+# after the one before, and UNBOUNDED_TOKENS of them without a limit.
+OUTPUT_TOKEN_S, UNBOUNDED_TOKENS = 0.05, 4_096
+
+
 class PlacementPlans:
     """Carries out decisions, step by step. `place_lease_s`: lease of a placement of the unary form, which no gateway follows,
     s."""
@@ -47,7 +52,7 @@ class PlacementPlans:
         affinity: Affinity,
         migrations: Migrations,
         retry_after: RetryAfter,
-        circuit: CircuitSettings,
+        evidence: LifeEvidence,
         place_lease_s: float,
         turn: Turn,
     ) -> None:
@@ -58,7 +63,7 @@ class PlacementPlans:
         self._affinity = affinity
         self._migrations = migrations
         self._retry_after = retry_after
-        self._circuit = circuit
+        self._evidence = evidence
         self._place_lease_s = place_lease_s
         self._turn = turn
 
@@ -129,8 +134,11 @@ class PlacementPlans:
             pool=decision.pool,
             cached_tokens=tokens - new_tokens,
             kv_load=candidate.kv_load if candidate is not None and new_tokens else NO_LOAD,
+            # An offload's PREFILL, and a slice, run one sequence of one token.
+            sequences=decision.request.sequences if step.kind is StepKind.SERVE else 1,
+            sequence_tokens=decision.request.sequence_tokens if step.kind is StepKind.SERVE else 0,
         )
-        self._requests.place(reservation, keys, tokens, now)
+        self._requests.place(reservation, keys, tokens, now, _output_s(decision.request, step))
         return [ev.Reserved(reservation)]
 
     def first_token(self, event: ev.FirstToken, now: float) -> list[ev.Effect]:
@@ -139,9 +147,9 @@ class PlacementPlans:
         if state is None or state.stage is not Stage.PREFILLING:
             return []
         moved = self._requests.first_token(state, now)
-        self._judge_circuit(moved, "OK", now)
+        self._evidence.answered(moved, now)
         for refusing in event.refused_by:
-            self._blame(refusing, now)
+            self._evidence.blamed(refusing, now)
         return [ev.Reserved(moved)]
 
     def step_done(self, state: RequestState, event: ev.StepDone, now: float) -> list[ev.Effect]:
@@ -153,7 +161,7 @@ class PlacementPlans:
         if not event.ok:
             return self._colocate(state, reservation, decision, event, now)
         self._requests.computed(state, now)
-        self._judge_circuit(reservation, "OK", now)
+        self._evidence.answered(reservation, now)
         index = event.step_index + 1
         if index >= len(decision.result.steps):
             return []  # The rest of the request must be placed first.
@@ -170,7 +178,8 @@ class PlacementPlans:
         index, steps = event.step_index, decision.result.steps
         if steps[index].kind is StepKind.SERVE and not steps[index].kv_source:
             return []  # There is no simpler plan; the gateway ends this attempt.
-        self._judge_circuit(reservation, "FAILED" if event.instance_failed else "", now)
+        if event.instance_failed:
+            self._evidence.failed(reservation, now)
         note = f"{steps[index].kind.lower()}_failed: {event.error[:MAX_NOTE]}"
         return self._serve_there(state, reservation, decision, note, now)
 
@@ -234,9 +243,7 @@ class PlacementPlans:
         if (reservation := state.reservation) is None:
             self._requests.leave_queue(finished.request_id)
             return []
-        self._judge_circuit(reservation, "REFUSED" if finished.refused else finished.outcome, now)
-        for refusing in finished.refused_by:
-            self._blame(refusing, now)
+        self._evidence.finished(reservation, finished, now)
         judged = self._requests.end(state, finished, now)
         return [
             ev.Released(finished.request_id, reservation.pool),
@@ -246,36 +253,7 @@ class PlacementPlans:
 
     def cancelled(self, request_id: str, why: str, now: float) -> list[ev.Effect]:
         """End a placed request whose end nobody reported, as `finished`. Mutates."""
-        return self.finished(ev.Finished(request_id, "CANCELLED", error=why), now)
-
-    def _blame(self, instance_id: str, now: float) -> None:
-        """Count a refusal by an instance of a request that another instance answered as a failure of the former."""
-        record = self._instances.get(instance_id)
-        if record is not None and not record.circuit.opened:  # if it is open, the refusal was counted as a failed trial
-            self._circuit_judged(record, changed=record.circuit.failed("", now, self._circuit))
-
-    def _judge_circuit(self, reservation: Reservation, outcome: str, now: float) -> None:
-        """Update the circuit of a reservation's instance by the outcome of the request or step. REFUSED: the instance answered
-        5xx, which the request itself may have caused."""
-        record = self._instances.get(reservation.instance_id)
-        if record is None:
-            return
-        changed = False
-        if outcome == "FAILED":
-            changed = record.circuit.failed(reservation.request_id, now, self._circuit)
-        elif outcome == "REFUSED":
-            changed = record.circuit.refused(reservation.request_id, now, self._circuit)
-        elif outcome in ("OK", "REJECTED"):
-            changed = record.circuit.answered()
-        else:
-            record.circuit.left(reservation.request_id)
-        self._circuit_judged(record, changed=changed)
-
-    def _circuit_judged(self, record: InstanceRecord, *, changed: bool) -> None:
-        record.forget_snapshot()
-        if changed:
-            self._instances.refresh(record)
-            self._turn.fleet_changed = True
+        return self.finished(ev.Finished(request_id, "CANCELLED", error=why, inferred=True), now)
 
 
 def placed_effect(decision: Decision, index: int, gateway_id: str) -> ev.Placed:
@@ -283,6 +261,16 @@ def placed_effect(decision: Decision, index: int, gateway_id: str) -> ev.Placed:
     steps = decision.result.steps
     last = index == len(steps) - 1 and steps[index].kind is StepKind.SERVE
     return ev.Placed(decision.request.request_id, decision, index, steps[index], last, gateway_id)
+
+
+def _output_s(request: PlacementRequest, step: Step) -> float | None:
+    """Return how long after its first token a step's first byte comes, s: 0 if answers are streamed; None if nothing is known of
+    it, since it waits for another instance's KV."""
+    if step.kv_source:
+        return None
+    if request.streamed or step.kind is StepKind.PREFILL:
+        return 0.0
+    return (request.max_output_tokens or UNBOUNDED_TOKENS) * OUTPUT_TOKEN_S
 
 
 def kv_target(steps: Sequence[Step], index: int) -> str:

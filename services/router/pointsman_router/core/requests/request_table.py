@@ -1,9 +1,9 @@
 """All requests that are held or placed, and the last ones that ended. Only this module changes a request. Pure.
 
 Each transition changes the request's RequestState and updates every index: the reservations and their sums, the queue of held
-requests, the watched prompts, the prefill observer, and the request on trial in an instance's circuit. No other code updates them
-for a request, so none of them can keep a request that has moved or ended. (PlacementPlans reports to an instance's circuit what
-answers show about the instance.)
+requests, the watched prompts, the prefill observer, and the requests on trial or without a byte in an instance's life. No other
+code updates them for a request, so none of them can keep a request that has moved or ended. (LifeEvidence reports to an
+instance's life what answers show about the instance.)
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from msgspec.structs import replace
 
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.admission.session_admission import SessionAdmission
-from pointsman_router.core.instances.instance_registry import InstanceRegistry
+from pointsman_router.core.instances.engine_life import Wait
+from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefill_progress import OpenPrompt
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman_router.core.load.reservations import Reservation, Reservations
 from pointsman_router.core.placement_types import NO_BACKLOG, Decision, FleetView, Phase, PlacementRequest
+from pointsman_router.core.prefill_curve import PrefillSums
 from pointsman_router.core.requests.hold_queue import HeldRequest
 from pointsman_router.core.requests.refusals import not_serving
 from pointsman_router.core.requests.request_state import (
@@ -40,6 +42,8 @@ _NOTHING_SEEN = FleetView(())
 MAX_ENDED = 20_000
 # Maximum number of requests that leave the waiting room in one turn, some 10 us each.
 LEAVE_AT_ONCE = 128
+# Times that a prefill may take as long as the default curve predicts, while none was learned.
+UNLEARNED_FACTOR = 20.0
 # Number of ended requests that one step of forget_ended examines: some microseconds, most of them for freeing memory.
 FORGET_AT_ONCE = 4
 
@@ -168,9 +172,12 @@ class RequestTable:
 
     # ---- placed ----
 
-    def place(self, reservation: Reservation, keys: Sequence[int], tokens: int, now: float) -> None:
+    def place(
+        self, reservation: Reservation, keys: Sequence[int], tokens: int, now: float, output_s: float | None = None
+    ) -> None:
         """Open the reservation of a step. `keys` are the prompt's; `tokens` of the prompt are on the instance when the step is
-        done. The request is no longer held, but its entry in the queue stays until `leave_queue` or `served`. Mutates."""
+        done; its first byte comes `output_s` after its first token (None: unknown). The request is no longer held, but its entry
+        in the queue stays until `leave_queue` or `served`. Mutates."""
         state = self._known(reservation.request_id)
         state.require(PLACE)
         state.happened(PLACE, now, reservation.instance_id)
@@ -180,6 +187,8 @@ class RequestTable:
         self._put(state, reservation, now)
         record = self._instances.get(reservation.instance_id)
         self._prefill_observer.opened(reservation, record.info if record else None, now)
+        if record is not None and output_s is not None and reservation.new_tokens:
+            self._wait(record, reservation, output_s, now)
         state.prompt = self._prefix_knowledge.opened(reservation, keys, tokens, now)
 
     def announce(self, reservation: Reservation, now: float, request: PlacementRequest | None = None) -> None:
@@ -320,15 +329,19 @@ class RequestTable:
         assert len(self._ended) <= MAX_ENDED
         self._prefix_knowledge.check_invariants({name: state.prompt for name, state in self._open.items()})
         for record in self._instances.records():
-            if (trial := record.circuit.trial) != "":
-                on_trial = self._reservations.get(trial)
-                assert on_trial is not None, record.circuit
-                assert on_trial.instance_id == record.info.instance_id, record.circuit
+            life = record.life
+            waiting = [*life.streams, *life.wholes]
+            for request_id in [life.trial, *waiting] if life.trial else waiting:
+                there = self._reservations.get(request_id)
+                assert there is not None, life
+                assert there.instance_id == record.info.instance_id, life
+                assert request_id not in waiting or there.phase is Phase.PREFILL, life
 
     def _count_end(self, state: RequestState, now: float, finished: ev.Finished | None = None) -> None:
         if not state.counted or state.reservation is None:
             return
-        output = (finished.output_tokens or 0) if finished is not None else 0
+        # A session goes on with one of several answers.
+        output = (finished.output_tokens or 0) // state.reservation.sequences if finished is not None else 0
         reason = finished.finish_reason if finished is not None else ""
         tokens, pool = state.reservation.input_tokens, state.reservation.pool
         self._admission.closed(pool, state.counted, tokens, output, reason, now)
@@ -347,13 +360,27 @@ class RequestTable:
         record = self._instances.get(reservation.instance_id)
         # If the engine was restarted with another model, a request for the previous model says nothing about the instance.
         if record is not None and record.info.model == reservation.pool:
-            record.circuit.placed(reservation.request_id, now)
+            record.life.placed(reservation.request_id, now)
+
+    def _wait(self, record: InstanceRecord, reservation: Reservation, output_s: float, now: float) -> None:
+        """Predict when a step's first byte comes, and let the instance's life wait for it."""
+        counters = self._reservations.counters(reservation.instance_id)
+        curve, learned = self._prefill_observer.prediction(reservation.pool, record.info.hardware)
+        factor, load = 1.0 if learned else UNLEARNED_FACTOR, reservation.kv_load
+        alone_s = factor * curve.cost_s(reservation.new_tokens - load.price_tokens, reservation.cached_tokens)
+        if counters.pending_prefills > 1:
+            backlog = PrefillSums(counters.pending_prefills, counters.pending_prefill_tokens, counters.pending_pairs)
+            behind_s = max(factor * curve.sums_s(backlog), alone_s)
+        else:
+            behind_s = alone_s
+        wait = Wait(now, alone_s + load.seconds + output_s, behind_s + load.seconds + output_s)
+        record.life.waits(reservation.request_id, wait, streamed=not output_s)
 
     def _leave(self, reservation: Reservation, now: float) -> None:
         self._prefill_observer.gone(reservation, now)
         # Looked up by id, since the instance may be in another pool now.
         if (record := self._instances.get(reservation.instance_id)) is not None:
-            record.circuit.left(reservation.request_id)
+            record.life.gone(reservation.request_id)
 
     def _prefilled(self, state: RequestState, now: float) -> tuple[Reservation, OpenPrompt]:
         """Report the end of a prefill to the observer; return the request's reservation, unchanged, and its prompt."""
@@ -361,5 +388,7 @@ class RequestTable:
         assert reservation is not None
         assert prompt is not None
         record = self._instances.get(reservation.instance_id)
-        self._prefill_observer.done(reservation, record.info if record else None, now, doubtful=prompt.evicted)
+        # An answer to several prompts begins when the first of them is computed.
+        doubtful = prompt.evicted or reservation.sequences > 1
+        self._prefill_observer.done(reservation, record.info if record else None, now, doubtful=doubtful)
         return reservation, prompt

@@ -22,6 +22,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from pointsman.router.v1 import fleet_pb2
+from pointsman_common.core.addresses import Address, parse_address
 from pointsman_common.io.auth import TokenInterceptor, is_loopback, may_call
 from pointsman_router.io.console.decision_stream import DecisionStream
 from pointsman_router.io.console.json_text import json_chunks
@@ -106,6 +107,8 @@ class Console:
         self._one_at_a_time = asyncio.Lock()
         self._streams: set[asyncio.Task[Any]] = set()
         self._runner: web.AppRunner | None = None
+        self.scheme = "https" if tls else "http"
+        self.port = 0
         self.address = ""
 
     async def start(self) -> None:
@@ -118,10 +121,10 @@ class Console:
         app.router.add_post("/api/{method}", self._call)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        host, _, port = self._listen.rpartition(":")
-        await web.TCPSite(self._runner, host.strip("[]"), int(port), ssl_context=self._tls).start()
-        bound = self._runner.addresses[0][1]
-        self.address = f"{'https' if self._tls else 'http'}://{host}:{bound}"
+        address = parse_address(self._listen)
+        await web.TCPSite(self._runner, *address.to_listen, ssl_context=self._tls).start()
+        self.port = self._runner.addresses[0][1]
+        self.address = f"{self.scheme}://{Address(address.host, self.port)}"
 
     async def stop(self) -> None:
         """End the viewers' streams and stop the server."""

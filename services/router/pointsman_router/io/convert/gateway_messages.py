@@ -12,6 +12,7 @@ from google.rpc import code_pb2
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import KEY_TOKENS
+from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY
 from pointsman_common.core.enum_words import values
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.ownership import Owner
@@ -33,6 +34,8 @@ _TIERS = frozenset(number for number in agent_pb2.Tier.values() if number)
 # Priority classes with their numbers. An unset class, or one of a newer gateway, becomes STANDARD.
 _PRIORITIES = {Priority(word): number for word, number in values(placement_pb2.Priority).items() if number}
 _OF_PRIORITIES: dict[int, Priority] = {number: priority for priority, number in _PRIORITIES.items()}
+# Maximum number of sequences that a request counts as, so that sums of many requests fit their fields.
+_MAX_SEQUENCES = 1 << 16
 # Maximum weight of a tenant. With a larger one, a tenant would keep all others of its class from being served.
 _MAX_WEIGHT = 1_000
 
@@ -83,6 +86,11 @@ def placement_request(wire: placement_pb2.PlacementRequest) -> PlacementRequest:
         parked_s=max(seconds(wire.parked), 0.0) if wire.HasField("parked") else 0.0,
         resumed=wire.resumed,
         movable=wire.movable,
+        begun_by=instance_messages.identity(wire.begun_by) if wire.HasField("begun_by") else UNKNOWN_IDENTITY,
+        longest_prompt_tokens=wire.longest_prompt_tokens,
+        sequences=min(max(wire.sequences, 1), _MAX_SEQUENCES),
+        sequence_tokens=wire.sequence_tokens,
+        streamed=wire.streamed,
     )
 
 
@@ -171,6 +179,8 @@ def finished(wire: placement_pb2.Finished) -> ev.Finished:
         refused_by=tuple(dict.fromkeys(wire.refused_by)),
         finish_reason=_FINISH_REASONS.get(wire.finish_reason, ""),
         cached_by_tier=_cached_by_tier(wire),
+        broke=wire.broke,
+        alike=tuple(dict.fromkeys(wire.alike)),
     )
 
 
@@ -191,6 +201,8 @@ def finished_to_wire(done: ev.Finished) -> placement_pb2.Finished:
         http_status=done.http_status,
         refused=done.refused,
         refused_by=done.refused_by,
+        broke=done.broke,
+        alike=done.alike,
         finish_reason=values(placement_pb2.FinishReason)[done.finish_reason],
         cached_by_tier=[
             placement_pb2.CachedTokens(tier=agent_pb2.Tier.ValueType(tier), tokens=tokens)
@@ -210,6 +222,10 @@ def instance_ref(info: InstanceInfo) -> placement_pb2.InstanceRef:
         incarnation=info.incarnation,
         data_parallel_rank=info.data_parallel_rank,
         kv_transfer=instance_messages.kv_to_wire(info.kv_transfer),
+        identity=instance_messages.identity_to_wire(info.identity),
+        model_root=info.model_root,
+        max_model_len=info.max_model_len,
+        lora_names=info.lora_names,
     )
 
 
@@ -248,6 +264,7 @@ def placement_to_wire(state: RouterState, placed: ev.Placed) -> placement_pb2.Pl
         cached_tokens=placed.decision.cached_tokens,
         degraded=placed.decision.degraded,
         runner_up=placed.decision.runner_up,
+        doubted=state.instances.doubts(placed.step.instance_id),
     )
 
 

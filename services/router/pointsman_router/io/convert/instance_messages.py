@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+
 from msgspec.structs import asdict
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman_router.core.placement_types import Gpu, InstanceInfo, KvRole, KvTransfer, Load, StepTotals, WrongKv
+from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity
+from pointsman_router.core.placement_types import (
+    FIGURES,
+    Gpu,
+    InstanceInfo,
+    KvRole,
+    KvTransfer,
+    Load,
+    StepTotals,
+    WrongKv,
+)
 from pointsman_router.io.convert.times import finite
 
 # Maximum number of senders of wrong KV that are kept of one instance.
 MAX_WRONG_SENDERS = 1000
+# Maximum length of a problem's text that is kept, in characters.
+MAX_PROBLEM = 500
 _KV_ROLES = {
     KvRole.BOTH: agent_pb2.KV_ROLE_UNSPECIFIED,
     KvRole.PRODUCER: agent_pb2.KV_ROLE_PRODUCER,
@@ -42,7 +57,27 @@ def instance_info(wire: agent_pb2.Instance) -> InstanceInfo:
         events_unusable=wire.events_unusable,
         shared_storage=wire.shared_storage,
         kv_token_bytes=wire.kv_token_bytes,
+        identity=identity(wire.identity),
+        max_num_seqs=wire.max_num_seqs,
+        uncertain_blocks=wire.uncertain_blocks,
     )
+
+
+def identity(wire: agent_pb2.EngineIdentity) -> EngineIdentity:
+    """Return an engine's identity. Equal ones are the same object, which most comparisons end at."""
+    return _interned(wire.SerializeToString(deterministic=True))
+
+
+@lru_cache(1_000)
+def _interned(wire: bytes) -> EngineIdentity:
+    message = agent_pb2.EngineIdentity.FromString(wire)
+    return EngineIdentity(**{name: getattr(message, name) for name in EngineIdentity.__struct_fields__})
+
+
+@lru_cache(1_000)
+def identity_to_wire(known: EngineIdentity) -> agent_pb2.EngineIdentity | None:
+    """The inverse of `identity`; None if nothing is known."""
+    return None if known == UNKNOWN_IDENTITY else agent_pb2.EngineIdentity(**asdict(known))
 
 
 def instance_to_wire(info: InstanceInfo) -> agent_pb2.Instance:
@@ -70,6 +105,9 @@ def instance_to_wire(info: InstanceInfo) -> agent_pb2.Instance:
         events_unusable=info.events_unusable,
         shared_storage=info.shared_storage,
         kv_token_bytes=info.kv_token_bytes,
+        identity=identity_to_wire(info.identity),
+        max_num_seqs=info.max_num_seqs,
+        uncertain_blocks=info.uncertain_blocks,
     )
 
 
@@ -106,22 +144,18 @@ def _kv_transfer(wire: agent_pb2.Instance) -> KvTransfer | None:
 
 def load(wire: agent_pb2.Load, now: float) -> Load:
     """Convert a load sample received at `now`, monotonic s."""
+    # The decision log is JSON, which has neither infinity nor NaN.
+    unknown = {*wire.unknown, *(() if math.isfinite(wire.kv_usage) else ("kv_usage",))}
     return Load(
         sampled_at=now - wire.sample_age_ms / 1e3,
-        running=wire.running,
-        waiting=wire.waiting,
-        kv_usage=finite(wire.kv_usage),
-        generation_tokens=wire.generation_tokens,
-        prefix_cache_queries=wire.prefix_cache_queries,
-        prefix_cache_hits=wire.prefix_cache_hits,
-        external_prefix_cache_queries=wire.external_prefix_cache_queries,
-        external_prefix_cache_hits=wire.external_prefix_cache_hits,
-        preemptions=wire.preemptions,
+        **{name: None if name in unknown else getattr(wire, name) for name in FIGURES},
         healthy=wire.healthy,
         suspended=wire.suspended,
         gpus=tuple(Gpu(gpu.index, gpu.utilisation, gpu.memory_used, gpu.memory_total) for gpu in wire.gpus),
         prefill_tokens_left=wire.prefill_tokens_left if wire.HasField("prefill_tokens_left") else None,
         steps=_step_totals(wire.steps) if wire.HasField("steps") else None,
+        problem=wire.problem,
+        events_problem=wire.events_problem[:MAX_PROBLEM],
     )
 
 
@@ -141,15 +175,9 @@ def load_to_wire(sample: Load, now: float) -> agent_pb2.Load:
     """The inverse of `load`."""
     return agent_pb2.Load(
         sample_age_ms=max(int((now - sample.sampled_at) * 1e3), 0),
-        running=sample.running,
-        waiting=sample.waiting,
-        kv_usage=sample.kv_usage,
-        generation_tokens=sample.generation_tokens,
-        prefix_cache_queries=sample.prefix_cache_queries,
-        prefix_cache_hits=sample.prefix_cache_hits,
-        external_prefix_cache_queries=sample.external_prefix_cache_queries,
-        external_prefix_cache_hits=sample.external_prefix_cache_hits,
-        preemptions=sample.preemptions,
+        **{name: getattr(sample, name) for name in FIGURES},
+        unknown=sample.unknown,
+        problem=sample.problem,
         healthy=sample.healthy,
         suspended=sample.suspended,
         gpus=[
@@ -163,4 +191,5 @@ def load_to_wire(sample: Load, now: float) -> agent_pb2.Load:
         ],
         prefill_tokens_left=sample.prefill_tokens_left,
         steps=None if sample.steps is None else agent_pb2.StepTotals(**asdict(sample.steps)),
+        events_problem=sample.events_problem,
     )

@@ -16,7 +16,7 @@ from pointsman_router.core.analysis.decision_replay import inputs_digest
 from pointsman_router.core.analysis.outcome_stats import OutcomeGroup, quantile
 from pointsman_router.core.analysis.policy_comparison import PolicyComparison, ttft_change_s
 from pointsman_router.core.instances.instance_orders import InstanceOrder, OrderChange
-from pointsman_router.core.instances.instance_registry import InstanceRecord
+from pointsman_router.core.instances.instance_registry import RIVAL_SHOWN_S, InstanceRecord
 from pointsman_router.core.kv_load import KvLoad
 from pointsman_router.core.learning.pool_facts import PoolChoice
 from pointsman_router.core.placement_types import Candidate, Decision, InstanceState, PolicyRef, PrefixSource
@@ -151,7 +151,8 @@ def instance_status(state: RouterState, record: InstanceRecord, now: float) -> f
     wire = fleet_pb2.InstanceStatus(
         instance=instance_messages.instance_to_wire(info),
         state=state_to_wire(record.state),
-        circuit_open=bool(record.circuit.opened),
+        circuit_open=bool(record.life.opened),
+        life=_life(record, now),
         num_requests=counters.num_requests,
         pending_prefill_tokens=counters.pending_prefill_tokens,
         ongoing_decode_tokens=counters.ongoing_decode_tokens,
@@ -161,19 +162,49 @@ def instance_status(state: RouterState, record: InstanceRecord, now: float) -> f
         sessions=state.affinity.sessions_of(info.instance_id),
         prefix_source=_source(state.prefix_knowledge.source(record, now)),
         prefix_reason=record.prefix_reason,
+        events_contradicted=record.follows_events and record.trust.told,
         approximate_keys=state.prefix_knowledge.approximate_index.count(info.instance_id),
         provisional_keys=state.prefix_knowledge.provisional.count(info.instance_id),
-        prediction_audit_failures=record.prediction_audit.failures,
+        prediction_audit_failures=record.audit_failures,
         cordoned=record.order.cordoned,
         weight=record.order.weight,
         cordon_reason=record.order.cordon_reason,
         weight_reason=record.order.weight_reason,
         underlying_state=state_to_wire(record.underlying_state),
         stale=load is not None and now > load.sampled_at + state.settings.stale_report_s,
+        rival=record.rival[0] if now - record.rival[1] < RIVAL_SHOWN_S else "",
+        differences=[said for _, said in sorted(state.instances.differing(record).items())],
     )
     if load is not None:
         wire.load.CopyFrom(instance_messages.load_to_wire(load, now))
     return wire
+
+
+def life_reason(record: InstanceRecord) -> str:
+    """Return what is unusual about why an instance gets requests, or none, by the evidence of its requests; empty if nothing."""
+    if (why := record.life.why()) != "":
+        return why
+    if record.kept:
+        return "it stays in the fleet without an agent, since it answers or no other instance of its pool has one"
+    if record.underlying_state is InstanceState.UNHEALTHY:
+        return "its agent does not reach it; it gets requests while it answers, or if no other instance is healthy"
+    return ""
+
+
+def _life(record: InstanceRecord, now: float) -> fleet_pb2.Life:
+    life = record.life
+    return fleet_pb2.Life(
+        out_cause=life.cause,
+        reason=life_reason(record),
+        out_age=duration(now - life.out_since) if life.opened else None,
+        next_trial=duration(max(life.until - now, 0.0)) if life.opened and not life.trial else None,
+        answers=life.answers,
+        last_answer_age=duration(now - life.answered_at) if life.answers else None,
+        failures=life.failures,
+        errors=life.errors,
+        status=life.status,
+        waiting=len(life.streams) + len(life.wholes),
+    )
 
 
 def pool_policy_to_wire(choice: PoolChoice, now: float) -> fleet_pb2.PoolPolicy:
@@ -240,9 +271,10 @@ def _candidate(candidate: Candidate, age_s: float | None, score: float | None) -
         pending_prefill_tokens=candidate.pending_prefill_tokens,
         ongoing_decode_tokens=candidate.ongoing_decode_tokens,
         ongoing_tokens=candidate.ongoing_tokens,
-        running=candidate.running,
-        waiting=candidate.waiting,
-        kv_usage=candidate.kv_usage,
+        running=candidate.running or 0,
+        waiting=candidate.waiting or 0,
+        kv_usage=candidate.kv_usage or 0.0,
+        unknown=[name for name in ("running", "waiting", "kv_usage") if getattr(candidate, name) is None],
         report_age=None if age_s is None else duration(age_s),
         score=score,
         excluded=candidate.excluded,

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
-from urllib.parse import urlsplit
 
 import grpc
 import grpc.aio
@@ -15,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman_common.core import key_report_wire
+from pointsman_common.core.addresses import Address, address_of_url
 from pointsman_common.io.auth import credentials
 from pointsman_common.io.channel import END_OF_STREAM
 from pointsman_router.core import events_and_effects as ev
@@ -103,6 +103,7 @@ class AgentService:
                 message.hello.latest_seq,
                 message.hello.report_interval_ms / 1e3,
                 message.hello.accepts_pace,
+                message.hello.agent_id,
             )
         elif not instance_id:
             raise _ProtocolError("the first message must be a hello")
@@ -120,17 +121,13 @@ class AgentService:
     def _check_right(self, context: Context, instance: agent_pb2.Instance) -> None:
         """Raise _NotYours unless the agent may report this instance id, and the addresses that prompts and KV requests go to."""
         shown, names = credentials(context)
-        for name in (instance.instance_id, _address(instance.url)):
+        address = _address(instance.url)
+        for name in (instance.instance_id, str(address)):
             if not self._may_report(shown, names, name):
                 raise _NotYours(f"this agent may not report {name}")
         bootstrap = _address(instance.kv_transfer.bootstrap_url)
-        host = bootstrap.rpartition(":")[0]
         # Other engines fetch the instance's KV from the bootstrap address. Any port on the instance's host is allowed.
-        if (
-            bootstrap
-            and host != _address(instance.url).rpartition(":")[0]
-            and not self._may_report(shown, names, bootstrap)
-        ):
+        if bootstrap.host and bootstrap.host != address.host and not self._may_report(shown, names, str(bootstrap)):
             raise _NotYours(f"this agent may not report {bootstrap} as the address to fetch KV from")
 
     async def _write(self, stream: AgentStream, context: Context) -> ev.RefuseReport | None:
@@ -145,11 +142,10 @@ class AgentService:
             self._router.submit(ev.AgentLost(stream_id, instance_id))
 
 
-def _address(url: str) -> str:
-    """Return the HOST:PORT of `url`; "" if it has no host. Raises _ProtocolError if it is no URL."""
+def _address(url: str) -> Address:
+    """Return host and port of `url`; an empty host if it has none. Raises _ProtocolError if it is no URL."""
     try:
-        parts = urlsplit(url)
-        return f"{parts.hostname}:{parts.port or ''}" if parts.hostname else ""
+        return address_of_url(url)
     except ValueError as error:
         raise _ProtocolError(f"{url!r} is no URL: {error}") from None
 

@@ -143,6 +143,8 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
                 event = ev.GatewayReported(gateway_id, gateway_messages.first_token(message.first_token))
             case "finished":
                 event = ev.GatewayReported(gateway_id, gateway_messages.finished(message.finished))
+            case "heard":
+                event = ev.Heard(tuple(message.heard.instance_ids))
             case "end_session":
                 ended = message.end_session
                 event = ev.SessionEnded(ended.tenant, ended.session_id, gateway_id)

@@ -108,8 +108,14 @@ class EventMetrics:
         self.resyncs = Counter(f"{name}resyncs", "Snapshots requested from agents", registry=of)
         self.moves = Counter(
             f"{name}moves",
-            "Times that a gateway was told to let a request leave its instance, by reason: drain, lost",
+            "Times that a gateway was told to let a request leave its instance, by reason: drain, lost, silent",
             ["reason"],
+            registry=of,
+        )
+        self.put_out = Counter(
+            f"{name}put_out",
+            "Times that an instance was put out, to get requests on trial only, by cause: failures, errors, silence",
+            ["model", "cause"],
             registry=of,
         )
         self.policy_changes = Counter(

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from pointsman_common.core.key_report_messages import Tier
 from pointsman_router.core.analysis.pool_backlog import PoolBacklogs
-from pointsman_router.core.instances.instance_registry import InstanceRecord
+from pointsman_router.core.instances.instance_registry import RIVAL_SHOWN_S, InstanceRecord
 from pointsman_router.core.instances.kv_refusals import refused_senders
 from pointsman_router.core.placement_types import InstanceState
 from pointsman_router.core.priority import Priority
@@ -62,6 +62,7 @@ class StateCollector(Collector):
             self._state.affinity.ended_count,
         )
         yield self._orders()
+        yield self._differing()
         yield from self._models()
         yield from self._instances()
 
@@ -74,6 +75,23 @@ class StateCollector(Collector):
         )
         family.add_metric(["cordon"], sum(order.cordoned for order in orders))
         family.add_metric(["weight"], sum(order.weight < 1.0 for order in orders))
+        return family
+
+    def _differing(self) -> Metric:
+        """Return how many instances differ from the most of their pool, by what they differ in."""
+        instances = self._state.instances
+        family = GaugeMetricFamily(
+            f"{NAME}instances_differing",
+            "Instances that differ from the most of their pool in weights, dtype, max_model_len, ...; rival: that a second agent "
+            "announces",
+            labels=["model", "what"],
+        )
+        now, counts = self._clock(), Counter[tuple[str, str]]()
+        for record in instances.records():
+            counts.update((record.info.model, what) for what in instances.differing(record))
+            counts[record.info.model, "rival"] += now - record.rival[1] < RIVAL_SHOWN_S
+        for (model, what), count in sorted(counts.items()):
+            family.add_metric([model, what], count)
         return family
 
     def _models(self) -> Iterator[Metric]:
@@ -189,8 +207,18 @@ class StateCollector(Collector):
             labels=["instance"],
         )
         for record in records:
-            prediction_audit_failures.add_metric([record.info.instance_id], record.prediction_audit.failures)
+            prediction_audit_failures.add_metric([record.info.instance_id], record.audit_failures)
         yield prediction_audit_failures
+
+        lives = GaugeMetricFamily(
+            f"{NAME}instance_life",
+            "1 for what the instance's requests show: in, or out (only requests on trial), and for which reason; also in against "
+            "its agent (unhealthy) or without one (no_agent)",
+            labels=["instance", "life", "reason"],
+        )
+        for record in records:
+            lives.add_metric([record.info.instance_id, *life_words(record)], 1.0)
+        yield lives
 
         def family(name: str, documentation: str, value: Callable[[InstanceRecord, str], float | None]) -> Metric:
             metric = GaugeMetricFamily(NAME + name, documentation, labels=["instance"])
@@ -202,7 +230,11 @@ class StateCollector(Collector):
 
         counters = state.reservations.counters
         refused = refused_senders(record.info for record in records)
-        yield family("open_requests", "Open reservations", lambda _, instance: counters(instance).num_requests)
+        yield family(
+            "open_requests",
+            "Open requests; each sequence of a request counts",
+            lambda _, instance: counters(instance).num_requests,
+        )
         yield family(
             "pending_prefill_tokens",
             "Prefill tokens not computed yet",
@@ -238,6 +270,22 @@ class StateCollector(Collector):
         yield family(
             "kv_usage_ratio", "Share of the engine's KV blocks in use", lambda record, _: _of(record, "kv_usage")
         )
+        yield family(
+            "unknown_load_figures",
+            "Figures of its load (running, waiting, KV usage) that the engine does not report; what needs them is off for it",
+            lambda record, _: (
+                None if record.load is None else len({"running", "waiting", "kv_usage"} & {*record.load.unknown})
+            ),
+        )
+
+
+def life_words(record: InstanceRecord) -> tuple[str, str]:
+    """Return "in" or "out" by an instance's life, and the reason as one word; empty for an instance that is in as usual."""
+    if record.life.opened:
+        return "out", record.life.cause
+    if record.lost_at is not None:
+        return "in", "no_agent"
+    return "in", "unhealthy" if record.underlying_state is InstanceState.UNHEALTHY else ""
 
 
 def _of(record: InstanceRecord, figure: str) -> float | None:

@@ -4,6 +4,9 @@ const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const NONE = "–";
 
 export const num = (value) => Number(value ?? 0);
+/** A figure of an engine's report; undefined if the engine does not report it. */
+export const reported = (report, name) => ((report?.unknown ?? []).includes(name.replace(/[A-Z]/g, (letter) => `_${letter.toLowerCase()}`)) ? undefined : num(report?.[name]));
+export const countReported = (report, name) => (reported(report, name) === undefined ? NONE : count(reported(report, name)));
 export const seconds = (duration) => (duration === undefined ? undefined : parseFloat(duration));
 export const count = (value) => grouped.format(num(value));
 export const bare = (name, prefix) => (name ?? "").replace(prefix, "");

@@ -1,7 +1,7 @@
 // The fleet: totals at the top, and one row for each instance.
 
 import { el, setText } from "./dom.js";
-import { age, bare, count, num, orNone, percent, seconds } from "./format.js";
+import { age, bare, count, countReported, num, orNone, percent, reported, seconds } from "./format.js";
 import { askLift } from "./operate.js";
 import { filterBox, Table, varied } from "./table.js";
 import { Tiles } from "./tiles.js";
@@ -58,30 +58,35 @@ function recentHitRate({ instance, load }) {
   return queries > 0 ? (num(load.prefixCacheHits) - first[2]) / queries : undefined;
 }
 
-const loaded = (get) => (status) => (status.load ? num(get(status.load)) : undefined);
-const ifLoaded = (get, show) => (status) => (status.load ? show(get(status.load)) : "–");
+const loaded = (name) => (status) => (status.load ? reported(status.load, name) : undefined);
+const ifLoaded = (name) => (status) => (status.load ? countReported(status.load, name) : "–");
 
 const COLUMNS = [
   { id: "instance", title: "Instance", address: true, value: (s) => s.instance.instanceId, href: (s) => instanceHref(s.instance.instanceId), note: (s) => [s.instance.model, s.instance.node && `node ${s.instance.node}`, `engine process ${orNone(s.instance.incarnation)}`].filter(Boolean).join(", ") },
   {
-    id: "state", title: "State", pill: true, words: true, value: stateOf, text: (s) => [stateOf(s).toLowerCase(), besidesOf(s), weightOf(s), s.circuitOpen ? "failing" : ""].filter(Boolean).join(", "),
+    id: "state", title: "State", pill: true, words: true, value: stateOf, text: (s) => [stateOf(s).toLowerCase(), besidesOf(s), weightOf(s), s.circuitOpen ? "out" : ""].filter(Boolean).join(", "),
     tone: (s) => (s.circuitOpen ? "bad" : STATE_TONES[besidesOf(s).toUpperCase()] ?? STATE_TONES[stateOf(s)]),
-    note: (s) => (s.circuitOpen ? "The circuit is open: requests failed in a row, and none, or one on trial, is placed until it answers." : [s.cordonReason, s.weightReason].filter(Boolean).join("; ")),
+    note: (s) => (s.circuitOpen ? `Out: ${s.life?.reason || "requests failed in a row"}. None, or one on trial, is placed until it answers.` : [s.cordonReason, s.weightReason, s.life?.reason].filter(Boolean).join("; ")),
   },
   { id: "open", title: "Open", unit: "req", num: true, hint: "Requests placed and not finished", value: (s) => num(s.numRequests), text: (s) => count(s.numRequests) },
   { id: "pending", title: "To prefill", unit: "tok", num: true, hint: "Prompt tokens placed and not computed yet", value: (s) => num(s.pendingPrefillTokens), text: (s) => count(s.pendingPrefillTokens) },
   { id: "decode", title: "Decoding", unit: "tok", num: true, hint: "Context of the requests past their first token", value: (s) => num(s.ongoingDecodeTokens), text: (s) => count(s.ongoingDecodeTokens) },
-  { id: "running", title: "Running", unit: "req", num: true, hint: "As the engine reports it", value: loaded((l) => l.running), text: ifLoaded((l) => l.running, count), tone: aged },
-  { id: "waiting", title: "Waiting", unit: "req", num: true, hint: "As the engine reports it", value: loaded((l) => l.waiting), text: ifLoaded((l) => l.waiting, count), tone: aged },
-  { id: "kv", title: "KV used", unit: "%", num: true, hint: "Share of the engine's KV blocks in use", value: loaded((l) => l.kvUsage), text: ifLoaded((l) => num(l.kvUsage), percent), share: (s) => num(s.load?.kvUsage), tone: (s) => aged(s) || (num(s.load?.kvUsage) >= 0.9 ? "bad" : "") },
+  { id: "running", title: "Running", unit: "req", num: true, hint: "As the engine reports it", value: loaded("running"), text: ifLoaded("running"), tone: aged },
+  { id: "waiting", title: "Waiting", unit: "req", num: true, hint: "As the engine reports it", value: loaded("waiting"), text: ifLoaded("waiting"), tone: aged },
+  { id: "kv", title: "KV used", unit: "%", num: true, hint: "Share of the engine's KV blocks in use", value: loaded("kvUsage"), text: (s) => percent(loaded("kvUsage")(s)), share: (s) => num(s.load?.kvUsage), tone: (s) => aged(s) || (num(s.load?.kvUsage) >= 0.9 ? "bad" : "") },
   { id: "recent", title: "Hits 1 min", unit: "%", num: true, hint: "Prefix cache hit rate by token, over the last minute that this page has seen", value: recentHitRate, text: (s) => percent(recentHitRate(s)) },
   { id: "hits", title: "Hits", unit: "%", num: true, hint: "Prefix cache hit rate by token, since the engine's start", value: (s) => hitRate(s.load), text: (s) => percent(hitRate(s.load)) },
   { id: "keys", title: "Keys", unit: "× 16 tok", num: true, hint: "Block keys in the router's exact index, or in the approximate index if there are no KV events", value: keysOf, text: (s) => count(keysOf(s)) },
   { id: "source", title: "Prefix from", value: sourceOf, tone: (s) => (sourceOf(s) === "events" ? "" : "wait"), pill: true, note: (s) => s.prefixReason ?? "" },
   { id: "sessions", title: "Sessions", num: true, value: (s) => num(s.sessions), text: (s) => count(s.sessions) },
   { id: "age", title: "Report", unit: "ago", num: true, hint: "Time since the agent's last message", value: (s) => seconds(s.reportAge), words: true, text: (s) => age(seconds(s.reportAge)).replace(" ", "\u00a0") + (s.stale ? " stale" : ""), tone: aged },
+  { id: "differs", title: "Differs", tone: () => "bad", shown: varied(differing), value: differing, note: () => "Its value, and that of the most instances of its pool" },
   { id: "model", title: "Model", name: true, shown: varied((s) => s.instance.model), value: (s) => s.instance.model },
 ];
+
+function differing(status) {
+  return [...(status.differences ?? []), status.rival && `announced twice: ${status.rival}`].filter(Boolean).join("; ");
+}
 
 function keysOf(status) {
   return num(status.keys) || num(status.approximateKeys);
@@ -164,7 +169,7 @@ function sums(app) {
   const states = {};
   for (const status of instances) states[stateOf(status)] = (states[stateOf(status)] ?? 0) + 1;
   const others = Object.entries(states).filter(([name]) => name !== "READY").map(([name, n]) => `${n} ${name.toLowerCase()}`);
-  const usage = instances.filter((status) => status.load && !status.stale).map((status) => num(status.load.kvUsage));
+  const usage = instances.filter((status) => status.load && !status.stale).map(loaded("kvUsage")).filter((share) => share !== undefined);
   const mean = usage.length ? usage.reduce((a, b) => a + b, 0) / usage.length : undefined;
   const queries = sum((status) => status.load?.prefixCacheQueries);
   const stale = instances.filter((status) => status.stale).length;

@@ -1,12 +1,25 @@
 // One instance: all that the router knows about it, and its latest decisions and sessions.
 
 import { el, facts, link, pill } from "./dom.js";
-import { age, bare, count, num, orNone, percent, seconds } from "./format.js";
+import { age, bare, count, countReported, num, orNone, percent, reported, seconds } from "./format.js";
 import { askCordon, askDrain, askWeight } from "./operate.js";
 import { Table } from "./table.js";
 import { DECISION_COLUMNS } from "./view_decisions.js";
 import { besidesOf, decisionsOf, hitRate, orderedOf, sourceOf, stateOf, STATE_TONES } from "./view_fleet.js";
 import { SESSION_COLUMNS } from "./view_sessions.js";
+
+// What the requests on an instance show about it, in words.
+function evidenceOf(status) {
+  const life = status.life;
+  if (!life) return "";
+  const parts = [`${count(life.answers ?? 0)} answers`];
+  if (life.lastAnswerAge) parts.push(`the last ${age(seconds(life.lastAnswerAge))} ago`);
+  if (life.waiting) parts.push(`${count(life.waiting)} wait for a first byte`);
+  if (life.failures) parts.push(`${life.failures} failures in a row`);
+  if (life.errors) parts.push(`${life.errors} errors in a row${life.status ? `, the last ${life.status}` : ""}`);
+  if (life.reason) parts.push(life.reason);
+  return parts.join(", ");
+}
 
 export function instanceView(app, id) {
   const decisions = new Table({ label: "Decisions for it", columns: DECISION_COLUMNS, key: (decision) => decision.decisionId, pageSize: 25, empty: "No decision in the log placed a request on it." });
@@ -51,8 +64,10 @@ function described(status) {
   return el(
     "div", { className: "columns" },
     el("div", {}, el("h2", {}, "Now"), facts([
-      ["State", el("span", {}, pill(stateOf(status).toLowerCase(), STATE_TONES[stateOf(status)]), besidesOf(status) ? ` and ${besidesOf(status)}` : "", status.circuitOpen ? " circuit open: requests failed, one is tried from time to time" : "")],
+      ["State", el("span", {}, pill(stateOf(status).toLowerCase(), STATE_TONES[stateOf(status)]), besidesOf(status) ? ` and ${besidesOf(status)}` : "", status.circuitOpen ? ` out: ${status.life?.reason || "requests failed"}; one is tried from time to time` : "")],
+      ["By its requests", evidenceOf(status)],
       ["Suspended", load?.suspended ?? ""],
+      ["Problem", load?.problem ?? ""],
       ["Orders", orderedOf(status)],
       ["Last agent message", `${age(seconds(status.reportAge))} ago`],
       ["Open requests", count(status.numRequests)],
@@ -64,13 +79,14 @@ function described(status) {
     el("div", { "data-tone": status.stale ? "old" : "" }, el("h2", {}, "As the engine reports"), facts([
       ["Report", sampled],
       ...(load ? [
-        ["Running", `${count(load.running)} req`],
-        ["Waiting", `${count(load.waiting)} req`],
-        ["KV used", `${percent(num(load.kvUsage), 1)} %${num(instance.kvCapacityTokens) ? ` of ${count(instance.kvCapacityTokens)} tok` : ""}`],
+        ["Running", `${countReported(load, "running")} req`],
+        ["Waiting", `${countReported(load, "waiting")} req`],
+        ["KV used", `${percent(reported(load, "kvUsage"), 1)} %${num(instance.kvCapacityTokens) ? ` of ${count(instance.kvCapacityTokens)} tok` : ""}`],
         ["Prefix hits", `${percent(hitRate(load), 1)} % of ${count(load.prefixCacheQueries)} tok`],
         ["External hits", num(load.externalPrefixCacheQueries) ? `${percent(num(load.externalPrefixCacheHits) / num(load.externalPrefixCacheQueries), 1)} % of ${count(load.externalPrefixCacheQueries)} tok` : ""],
-        ["Generated", `${count(load.generationTokens)} tok`],
-        ["Preemptions", count(load.preemptions)],
+        ["Generated", `${countReported(load, "generationTokens")} tok`],
+        ["Preemptions", countReported(load, "preemptions")],
+        ["Not reported", (load.unknown ?? []).join(", ")],
         ...(load.gpus ?? []).map((gpu) => [`GPU ${num(gpu.index)}`, `${percent(num(gpu.utilisation))} % busy, ${(num(gpu.memoryUsed) / 2 ** 30).toFixed(1)} of ${(num(gpu.memoryTotal) / 2 ** 30).toFixed(1)} GiB`]),
       ] : []),
     ])),
@@ -93,6 +109,8 @@ function described(status) {
       ["Hardware", instance.hardware],
       ["KV block", `${count(instance.blockSize)} tok`],
       ["Longest context", num(instance.maxModelLen) ? `${count(instance.maxModelLen)} tok` : ""],
+      ["Differs from the most of its pool", (status.differences ?? []).join("; ")],
+      ["Refused second agent", status.rival],
       ["KV transfer", transfer ? `${bare(transfer.protocol, "KV_PROTOCOL_").toLowerCase()}, ${bare(transfer.role, "KV_ROLE_").toLowerCase() || "both sides"}` : "none"],
       ...(transfer?.wrongFrom ?? []).map((sender) => ["Wrong KV", `from ${sender.bootstrapUrl}, in ${count(sender.requests)} requests; not used`]),
     ])),

@@ -1,7 +1,7 @@
 // One decision: the candidates that were compared, how the request ended, and what other policies would have done.
 
 import { el, facts, link, pill, setText } from "./dom.js";
-import { age, bare, classOf, count, figure, modeOf, moment, num, outcomeOf, percent, seconds, signed, span } from "./format.js";
+import { age, bare, classOf, count, countReported, figure, modeOf, moment, num, outcomeOf, percent, reported, seconds, signed, span } from "./format.js";
 import { Table } from "./table.js";
 import { OUTCOME_TONES, route } from "./view_decisions.js";
 import { instanceHref, sourceOf, STATE_TONES } from "./view_fleet.js";
@@ -183,9 +183,9 @@ function candidateTable(decision, candidates, last) {
       amount("numRequests", "Open", "req"),
       amount("pendingPrefillTokens", "To prefill", "tok"),
       amount("ongoingDecodeTokens", "Decoding", "tok"),
-      { ...amount("running", "Running", "req"), tone: old },
-      { ...amount("waiting", "Waiting", "req"), tone: old },
-      { id: "kv", title: "KV used", unit: "%", num: true, value: (c) => num(c.kvUsage), text: (c) => percent(num(c.kvUsage)), share: (c) => num(c.kvUsage), tone: old },
+      { ...amount("running", "Running", "req"), text: (c) => countReported(c, "running"), tone: old },
+      { ...amount("waiting", "Waiting", "req"), text: (c) => countReported(c, "waiting"), tone: old },
+      { id: "kv", title: "KV used", unit: "%", num: true, value: (c) => reported(c, "kvUsage"), text: (c) => percent(reported(c, "kvUsage")), share: (c) => num(c.kvUsage), tone: old },
       { id: "age", title: "Report", unit: "ago", num: true, value: (c) => seconds(c.reportAge), words: true, text: (c) => age(seconds(c.reportAge)).replace(" ", "\u00a0") + (c.stale ? " stale" : ""), tone: old },
       { id: "source", title: "Prefix from", value: sourceOf, note: (c) => (num(c.provisionalTokens) ? `${count(c.provisionalTokens)} tokens provisional, not confirmed by events` : "") },
       { id: "state", title: "State", pill: true, shown: (rows) => rows.some((c) => c.state !== "INSTANCE_STATE_READY"), value: (c) => bare(c.state, "INSTANCE_STATE_"), text: (c) => bare(c.state, "INSTANCE_STATE_").toLowerCase(), tone: (c) => STATE_TONES[bare(c.state, "INSTANCE_STATE_")] },

@@ -1,0 +1,244 @@
+"""What happens in each of many ways in which an engine can be ill: requests that fail, time until it is out and back, and what
+console and doctor say. Once with an engine alone in its pool, once with one of three, both at the same time.
+
+    python -m bench ill_engines                              # all ways, 12 minutes
+    python -m bench.ill_engines --only "hang" --only 404     # some ways
+    python -m bench.ill_engines --save FILE [--services-python PYTHON --services-module pointsman.cli.main]
+    python -m bench.ill_engines --page FILE [FILE_BEFORE]    # write docs/ill_engines.md from saved runs, and run nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.figures import Figure
+from bench.ill_fleet import ENGINES, POLL_S, IllFleet, Outcome, Services
+from bench.ill_ways import WAYS, Way
+from pointsman_common.io.logs import configure_logs
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "ill_engines.md"
+CELL = 240  # characters, at most
+# Time before an illness; time after it for the engine to be back, and at least; how long before its end doctor is asked, s.
+CALM_S, BACK_S, AFTER_S, DOCTOR_BEFORE_S = 2.0, 32.0, 2.0, 2.5
+
+
+async def ill_engines() -> list[Figure]:
+    """Failed and refused requests of each way, and of each pool."""
+    outcomes = await run(WAYS, Services())
+    Console(width=200).print(table(outcomes))
+    return [
+        Figure(f"{one.way}, {one.pool}: failed or refused", one.failed + one.refused, "requests", None, _measured(one))
+        for one in outcomes
+    ]
+
+
+async def run(ways: Sequence[Way], services: Services) -> list[Outcome]:
+    """Run these ways on one fleet, one after the other. Raises AssertionError if the fleet does not start."""
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as folder:
+        fleet = IllFleet(Path(folder), services)
+        async with fleet.running():
+            async with fleet.sessions():
+                await asyncio.sleep(2 * CALM_S)
+            known, _ = await fleet.doctor()
+            for way in ways:
+                found = await _one(way, fleet)
+                for one in found:
+                    one.doctor = [said for said in one.doctor if said not in known[one.pool]]
+                    print(f"{one.way}, {one.pool}: {_measured(one)}; {one.said}", file=sys.stderr, flush=True)
+                outcomes += found
+    return outcomes
+
+
+async def _one(way: Way, fleet: IllFleet) -> list[Outcome]:
+    fleet.sent.clear()
+    for listed in fleet.listed.values():
+        listed.clear()
+    async with fleet.sessions():
+        await asyncio.sleep(CALM_S)
+        begun = time.monotonic()
+        async with way.illness(fleet):
+            ill = time.monotonic()  # a way may begin with a restart
+            await asyncio.sleep(ill + way.ill_s / 2 - time.monotonic())
+            half, before = time.monotonic(), {model: fleet.requests_at(model) for model in ENGINES}
+            await asyncio.sleep(ill + way.ill_s - DOCTOR_BEFORE_S - time.monotonic())
+            said = {model: listed[-1] for model, listed in fleet.listed.items()}
+            doctor, status = await fleet.doctor()
+            await asyncio.sleep(ill + way.ill_s - time.monotonic())
+            last, reached = time.monotonic(), {model: fleet.requests_at(model) for model in ENGINES}
+        ended = time.monotonic()
+        outcomes = [Outcome(way.name, model, ended - begun) for model in ENGINES]
+        while time.monotonic() < ended + BACK_S:
+            await asyncio.sleep(POLL_S)
+            for one in outcomes:
+                _see(one, fleet, begun, ended)
+            back = all(one.out_s is None or one.back_s is not None for one in outcomes)
+            if back and time.monotonic() > ended + AFTER_S:
+                break
+        until = time.monotonic()
+        # Under way: an engine that is out is tried again only with requests.
+        try:
+            await fleet.settled()
+        except AssertionError:
+            for one in outcomes:
+                one.late = True
+            await fleet.restart_services()
+            await fleet.settled()
+    for one in outcomes:
+        one.count([sent for sent in fleet.sent if sent.at < until])
+        # Each request at the proxy counts: a retry of a request that another engine answered, too.
+        of_half = sum(sent.pool == one.pool and half <= sent.at < last for sent in fleet.sent)
+        one.share = min((reached[one.pool] - before[one.pool]) / max(of_half, 1), 1.0)
+        outs = [listed for listed in fleet.listed[one.pool] if begun <= listed.at < ended and listed.out]
+        now = said[one.pool]
+        one.said = fleet.plain(
+            ", then ".join(dict.fromkeys(listed.words for listed in [*([] if now.out else outs[:1]), now]))
+        )
+        one.doctor, one.doctor_status = doctor[one.pool], status
+    return outcomes
+
+
+def _see(one: Outcome, fleet: IllFleet, begun: float, ended: float) -> None:
+    """Fill in when the engine was out, and back: the router lists it as in, and a whole answer of it has come."""
+    outs = [listed.at for listed in fleet.listed[one.pool] if begun <= listed.at < ended and listed.out]
+    if not outs:
+        return
+    one.out_s = outs[0] - begun
+    ins = [listed.at for listed in fleet.listed[one.pool] if listed.at >= ended and not listed.out]
+    name = fleet.ids[one.pool]
+    answers = [sent.ended for sent in fleet.sent if sent.ok and sent.instance == name and sent.ended >= ended]
+    if ins and answers:
+        one.back_s = max(min(ins), min(answers)) - ended
+
+
+# ---- what is shown ----
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _lost(one: Outcome) -> str:
+    return f"{one.failed} + {one.refused} of {one.requests}"
+
+
+def _times(one: Outcome) -> str:
+    if one.out_s is None:
+        return "stays in"
+    return f"{one.out_s:.1f}, {'not' if one.back_s is None else _seconds(one.back_s)}"
+
+
+def _measured(one: Outcome) -> str:
+    """Return everything that was measured as one line."""
+    reasons = ", ".join(f"{count} {why}" for why, count in sorted(one.reasons.items()))
+    return (
+        f"{_lost(one)} ({reasons or 'none'}); out {_seconds(one.out_s)} s, back {_seconds(one.back_s)} s; "
+        f"{one.share:.0%} reach it{'; fleet started anew' if one.late else ''}; doctor ({one.doctor_status}): "
+        f"{' | '.join(one.doctor) or 'nothing'}"
+    )
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """Return a table with a row for each way and pool."""
+    shown = Table("way", "pool", "failed + refused", "out, back s", "share", "console", "doctor", box=None)
+    for one in outcomes:
+        shown.add_row(one.way, one.pool, _lost(one), _times(one), f"{one.share:.0%}", one.said, " | ".join(one.doctor))
+    return shown
+
+
+def _cell(text: str) -> str:
+    text = " ".join(text.replace("|", "/").split())
+    return text if len(text) <= CELL else f"{text[: CELL - 4].rsplit(' ', 1)[0]} ..."
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(map(_cell, cells))} |\n"
+
+
+def page(outcomes: Sequence[Outcome], before: Sequence[Outcome] = ()) -> str:
+    """Return docs/ill_engines.md. `before`: the same ways at an older version."""
+    by_way: dict[str, dict[str, Outcome]] = {}
+    for one in outcomes:
+        by_way.setdefault(one.way, {})[one.pool] = one
+    older = {(one.way, one.pool): one for one in before}
+    text = INTRODUCTION + "\n" + _row(*_HEAD) + _row(*["---"] * len(_HEAD)).replace(" ", "")
+    for way, pools in by_way.items():
+        cells = [way]
+        for pool in ENGINES:
+            now, then = pools[pool], older.get((way, pool))
+            cells += [_lost(now), _times(now), "-" if then is None else f"{_lost(then)}; {_times(then)}"]
+        cells.insert(6, f"{pools['threes'].share:.0%}")
+        text += _row(*cells)
+    text += SAID + "\n" + _row("way", "console", "doctor") + "|---|---|---|\n"
+    for way, pools in by_way.items():
+        words = dict.fromkeys([pools[pool].said for pool in ("threes", "alone")])
+        found = dict.fromkeys(said for pool in ("threes", "alone") for said in pools[pool].doctor)
+        text += _row(way, " / ".join(words), "; ".join(found) or "nothing")
+    return text
+
+
+_HEAD = (
+    *("way", "alone: failed + refused", "out, back s", "0.2.0"),
+    *("one of three: failed + refused", "out, back s", "share", "0.2.0"),
+)
+INTRODUCTION = """\
+# Ill engines
+
+What happens while an engine is ill, in each of many ways. Made by `python -m bench.ill_engines`, on two cores of a shared
+machine: emulated engines, of which one alone in its pool and one of a pool of three fall ill at the same time; router, gateway
+and agents as processes. Four and six clients talk in sessions of six turns, every other answer streamed; every other client
+leaves after 5 s without its whole answer. An illness lasts 8 s (16 s where nothing is answered, or the agent is away).
+
+- **failed + refused**: requests without a whole answer, and those that the gateway refused since no instance could take them
+  (503, which a client may repeat), of all that were sent from 2 s before the illness until the engine was back.
+- **out, back**: seconds from the beginning of the illness until the router listed the engine as out, and from the end of the
+  illness (a restarted engine answers again) until it was in and had answered. An engine alone in its pool that is ill serves
+  nobody, so what it loses is for comparison with the older version only.
+- **share**: of the requests in the second half of the illness, those that reached the ill engine; one at a time are tried there.
+- **0.2.0**: the same, with agent, router and gateway of version 0.2.0.
+"""
+SAID = """
+What the console (and `pointsman instances`) showed of the ill engine, and what `pointsman doctor` warned of meanwhile; addresses
+are replaced by ENGINE. Doctor asks each engine itself, too.
+"""
+
+
+def _saved(file: Path) -> list[Outcome]:
+    return [Outcome(**row) for row in json.loads(file.read_text())]
+
+
+def main() -> None:
+    """Run ways, or write the page."""
+    parser = argparse.ArgumentParser(
+        "python -m bench.ill_engines", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", action="append", default=[], help="a part of a way's name; may be repeated")
+    parser.add_argument("--services-python", default=sys.executable, help="Python of agent, router, gateway and doctor")
+    parser.add_argument("--services-module", default="pointsman_cli.main", help="module of their command line")
+    parser.add_argument("--save", type=Path, help="file for the results (JSON)")
+    parser.add_argument("--page", type=Path, nargs="+", help="saved results, and those of an older version")
+    given = parser.parse_args()
+    if given.page:
+        PAGE.write_text(page(*map(_saved, given.page)))
+        return
+    configure_logs("bench", "error")
+    ways = [way for way in WAYS if not given.only or any(word in way.name for word in given.only)]
+    outcomes = asyncio.run(run(ways, Services(given.services_python, given.services_module)))
+    if given.save:
+        given.save.write_text(json.dumps([asdict(one) for one in outcomes], indent=1) + "\n")
+    Console(width=200).print(table(outcomes))
+
+
+if __name__ == "__main__":
+    main()

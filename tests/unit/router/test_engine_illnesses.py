@@ -1,0 +1,328 @@
+"""Ill engines, and clients that are at fault themselves, as placements see them (rows of engine_life.py's evidence)."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.engine_life import OVERDUE_S
+from pointsman_router.core.placement_types import InstanceState, Load, PrefixSource
+from pointsman_router.core.router_state import RouterState
+from tests.support.router_values import join, place, request, state
+
+
+def fleet(*names: str, **settings_: Any) -> RouterState:
+    state_ = state(**settings_)
+    for number, name in enumerate(names):
+        join(state_, name, number + 1)
+        state_.handle(ev.LoadReported(number + 1, name, Load(0.0)), 0.0)
+    return state_
+
+
+def placed(state_: RouterState, name: str, now: float, **changes: Any) -> str:
+    answer = place(state_, request(name, tokens=changes.pop("tokens", 100), streamed=True, **changes), now)
+    assert isinstance(answer, ev.Placed), answer
+    return answer.step.instance_id
+
+
+def answer(state_: RouterState, name: str, now: float, *refused_by: str) -> list[ev.Effect]:
+    effects = state_.handle(ev.FirstToken(name, refused_by), now)
+    return effects + state_.handle(ev.Finished(name, "OK"), now)
+
+
+def out(state_: RouterState) -> list[str]:
+    return [record.info.instance_id for record in state_.instances.records() if record.life.opened]
+
+
+def error(
+    state_: RouterState, name: str, now: float, status: int, *, outcome: str = "REJECTED", alike: tuple[str, ...] = ()
+) -> list[ev.Effect]:
+    refused = outcome == "FAILED" or status >= 500
+    return state_.handle(ev.Finished(name, outcome, http_status=status, refused=refused, alike=alike), now)
+
+
+def send(state_: RouterState, name: str, now: float, ill: dict[str, int], *, bad: bool = False, **changes: Any) -> str:
+    """Send a request as a gateway does: errors of a doubted instance, and all 5xx, are compared with what another one answers.
+    `ill`: the status with which an instance answers everything. `bad`: all answer 400. Return where it was first."""
+    first = there = placed(state_, name, now, **changes)
+    before: dict[int, list[str]] = {}
+    tried: tuple[str, ...] = ()
+    for attempt in range(3):
+        request_id = f"{name}.{attempt}" if attempt else name
+        status = ill.get(there, 400 if bad else 200)
+        if status == 200:
+            answer(state_, request_id, now, *tried)
+            break
+        alike = tuple(before.setdefault(status, []))
+        compares = (status >= 500 or state_.instances.doubts(there)) and attempt < 2 and not alike
+        error(state_, request_id, now, status, outcome="FAILED" if compares else "REJECTED", alike=alike)
+        before[status].append(there)
+        tried = (*tried, there)
+        if not compares:
+            break
+        again = place(state_, request(f"{name}.{attempt + 1}", tokens=100, streamed=True, exclude=tried), now)
+        if isinstance(again, ev.Refused):
+            break
+        there = again.step.instance_id
+    return first
+
+
+# ---- V3: one status to everything ----
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 500, 501, 503])
+@pytest.mark.parametrize("worked", [True, False])
+@pytest.mark.parametrize("pool", ["ab", "abc"])
+def test_an_engine_that_answers_one_status_to_everything_gets_few_requests(
+    status: int, worked: bool, pool: str
+) -> None:
+    state_ = fleet(*pool)
+    for number in range(6 if worked else 0):
+        send(state_, f"before{number}", 0.0, {})
+    first = [send(state_, f"r{number}", 1.0 + number / 50, {"a": status}) for number in range(120)]
+    assert out(state_) == ["a"]
+    assert first[20:].count("a") <= 5
+    state_.check_invariants()
+
+
+@pytest.mark.parametrize("status", [400, 404, 501])
+def test_without_retries_too(status: int) -> None:
+    """A proxy that sends the requests in place of the gateway gets one answer for each."""
+    state_ = fleet("a", "b", "c")
+    first = []
+    for number in range(120):
+        now = number / 50
+        first.append(placed(state_, f"r{number}", now))
+        if first[-1] == "a":
+            error(state_, f"r{number}", now, status)
+        else:
+            answer(state_, f"r{number}", now)
+    assert out(state_) == ["a"]
+    assert first[20:].count("a") <= 5
+    state_.check_invariants()
+
+
+def test_an_error_on_trial_does_not_put_an_engine_in_again() -> None:
+    state_ = fleet("a", "b")
+    for number in range(3):
+        placed(state_, f"f{number}", 0.0, exclude=("b",))
+        state_.handle(ev.Finished(f"f{number}", "FAILED"), 0.0)
+    assert out(state_) == ["a"]
+    assert placed(state_, "busy", 0.0) == "b"
+    assert placed(state_, "trial", 1.0) == "a"
+    error(state_, "trial", 1.0, 404)
+    assert out(state_) == ["a"]
+    assert {placed(state_, f"r{number}", 2.9) for number in range(3)} == {"b"}, "longer than the first time"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 20), share=st.sampled_from([0.0, 0.3, 0.9, 0.99, 1.0]), pool=st.sampled_from(["ab", "abc"])
+)
+def test_bad_requests_of_clients_take_nobody_out(seed: int, share: float, pool: str) -> None:
+    state_, rng = fleet(*pool), random.Random(seed)
+    for number in range(300):
+        session = f"s{rng.randrange(8)}" if rng.random() < 0.5 else ""
+        send(state_, f"r{number}", number / 50, {}, bad=rng.random() < share, session_id=session)
+        assert out(state_) == []
+    state_.check_invariants()
+
+
+# ---- V2: silence ----
+
+
+def test_a_silent_engine_is_out_ten_seconds_after_a_first_token_was_due_and_its_sessions_move() -> None:
+    state_ = fleet("a", "b")
+    for number in range(8):
+        send(state_, f"s{number}", 0.0, {}, session_id="s", tenant="t")
+    owner = placed(state_, "hangs", 1.0, session_id="s", tenant="t", movable=True)
+    state_.handle(ev.Tick(), 1.0 + OVERDUE_S)
+    assert out(state_) == []
+    effects = state_.handle(ev.Tick(), 1.5 + OVERDUE_S)
+    [changed] = [effect for effect in effects if isinstance(effect, ev.LifeChanged)]
+    assert (changed.instance_id, changed.out, changed.cause) == (owner, True, "silence")
+    assert ev.FleetChanged() in effects
+    assert [effect for effect in effects if isinstance(effect, ev.Move)] == [ev.Move("hangs", "g", silent=True)]
+    assert placed(state_, "next", 1.6 + OVERDUE_S, session_id="s", tenant="t") != owner
+    assert ev.FleetChanged() in state_.handle(ev.FirstToken("hangs"), 13.0), "what answers is in again"
+    assert out(state_) == []
+
+
+def test_three_clients_that_leave_a_silent_engine_long_after_a_first_token_was_due_put_it_out() -> None:
+    state_ = fleet("a", "b")
+    for number in range(3):
+        assert out(state_) == []
+        now = 1.0 + 4 * number
+        assert placed(state_, f"r{number}", now, exclude=("b",)) == "a"
+        state_.handle(ev.Finished(f"r{number}", "CANCELLED"), now + 3.0)
+    assert out(state_) == ["a"]
+    assert placed(state_, "busy", 12.0) == "b"
+    assert placed(state_, "next", 12.0) == "b"
+
+
+def test_clients_that_leave_early_or_while_others_get_bytes_are_no_evidence() -> None:
+    state_ = fleet("a")
+    for number in range(10):
+        placed(state_, f"early{number}", float(number))
+        state_.handle(ev.Finished(f"early{number}", "CANCELLED"), number + 0.5)
+        placed(state_, f"late{number}", float(number))
+        state_.handle(ev.Heard(("a",)), number + 1.0)
+        state_.handle(ev.Finished(f"late{number}", "CANCELLED"), number + 9.0)
+    assert out(state_) == []
+
+
+def test_an_engine_that_sends_other_answers_is_not_silent() -> None:
+    state_ = fleet("a", "b")
+    there = placed(state_, "waits", 0.0)
+    for second in range(60):
+        state_.handle(ev.Heard((there,)), float(second))
+        state_.handle(ev.Tick(), second + 0.5)
+    assert out(state_) == []
+
+
+def test_answers_that_are_not_streamed_and_ends_of_lost_gateways_have_time() -> None:
+    state_ = fleet("a", "b")
+    assert isinstance(place(state_, request("whole", tokens=100, max_output_tokens=1_000), 0.0), ev.Placed)
+    for second in range(55):
+        state_.handle(ev.Tick(), float(second))
+    assert out(state_) == []
+    for number in range(5):
+        placed(state_, f"r{number}", 60.0 + number / 10, exclude=("b",))
+    state_.handle(ev.GatewayLost("g"), 61.0)
+    state_.handle(ev.Heard(("a", "b")), 69.0)
+    state_.handle(ev.Tick(), 77.0)
+    assert len(state_.reservations) == 0
+    assert out(state_) == []
+
+
+def test_a_silent_engine_is_tried_by_one_request_at_a_time_with_growing_pauses() -> None:
+    state_ = fleet("a", "b")
+    placed(state_, "busy", 0.0, exclude=("a",))
+    placed(state_, "hangs", 0.0, exclude=("b",), movable=True)
+    trials, now, number = [], 0.0, 0
+    while now < 200.0:
+        now += 0.5
+        number += 1
+        for effect in state_.handle(ev.Tick(), now):
+            if isinstance(effect, ev.Move):
+                assert effect.silent
+                state_.handle(ev.Finished(effect.request_id, "CANCELLED"), now)
+        there = placed(state_, f"r{number}", now, movable=True)
+        if there == "b":
+            answer(state_, f"r{number}", now)
+        else:
+            trials.append(now)
+    assert 4 <= len(trials) <= 8
+    pauses = [later - earlier for earlier, later in pairwise(trials)]
+    assert pauses == sorted(pauses)
+
+
+# ---- V1 and K2: agents that are wrong or gone ----
+
+
+def test_a_pool_whose_agents_all_call_it_unhealthy_is_placed_on() -> None:
+    state_ = fleet("a", "b")
+    for number, name in enumerate("ab"):
+        state_.handle(ev.LoadReported(number + 1, name, Load(1.0, healthy=False)), 1.0)
+    assert {placed(state_, f"r{number}", 1.0) for number in range(4)} == {"a", "b"}
+    [pool] = state_.instances.pools()
+    assert sorted(pool.instances) == ["a", "b"]
+
+
+def test_an_unhealthy_engine_is_placed_on_while_it_answers_and_not_when_it_is_idle() -> None:
+    state_ = fleet("a", "b")
+    for number in range(4):
+        placed(state_, f"r{number}", 0.0)
+    state_.handle(ev.LoadReported(1, "a", Load(1.0, healthy=False)), 1.0)
+    for number in range(4):
+        answer(state_, f"r{number}", 2.0)
+    assert {placed(state_, f"s{number}", 3.0) for number in range(4)} == {"a", "b"}
+    assert {placed(state_, f"t{number}", 30.0) for number in range(12)} == {"b"}
+    for number in range(1, 4):
+        placed(state_, f"u{number}", 30.0, exclude=("a",))
+        state_.handle(ev.Finished(f"u{number}", "FAILED"), 30.0)
+    assert out(state_) == ["b"]
+    assert placed(state_, "last", 30.0) == "a", "better than one whose requests fail"
+
+
+def test_without_agents_a_pool_is_placed_on_by_what_is_known_while_it_answers() -> None:
+    state_ = fleet("a", "b", lost_instance_s=10.0)
+    prompt = list(range(64))
+    there = place(state_, request("first", prompt=prompt, streamed=True), 0.0)
+    assert isinstance(there, ev.Placed)
+    answer(state_, "first", 0.5)
+    for number, name in enumerate("ab"):
+        state_.handle(ev.AgentLost(number + 1, name), 1.0)
+    kept = [
+        effect
+        for second in range(2, 120)
+        for effect in state_.handle(ev.Tick(), float(second))
+        if isinstance(effect, ev.InstanceKept)
+    ]
+    assert sorted(effect.instance_id for effect in kept) == ["a", "b"]
+    again = place(state_, request("again", prompt=[*prompt, 7], streamed=True), 120.0)
+    assert isinstance(again, ev.Placed)
+    record = state_.instances.get(again.step.instance_id)
+    assert record is not None
+    assert record.state is InstanceState.LOST
+    assert state_.prefix_knowledge.source(record, 120.0) is PrefixSource.APPROXIMATE
+    answer(state_, "again", 120.5)
+    more = place(state_, request("more", prompt=[*prompt, 7, 8], streamed=True), 121.0)
+    assert isinstance(more, ev.Placed)
+    assert more.step.instance_id == again.step.instance_id
+    assert more.decision.cached_tokens == 64, "learned from its own placements"
+    join(state_, "a", 9, now=122.0)
+    record = state_.instances.get("a")
+    assert record is not None
+    assert (record.state, record.kept) == (InstanceState.READY, False)
+
+
+def test_an_engine_without_an_agent_that_fails_is_gone() -> None:
+    state_ = fleet("a", lost_instance_s=10.0)
+    state_.handle(ev.AgentLost(1, "a"), 0.0)
+    state_.handle(ev.Tick(), 20.0)
+    for number in range(3):
+        placed(state_, f"r{number}", 20.0)
+        state_.handle(ev.Finished(f"r{number}", "FAILED"), 20.0)
+    state_.handle(ev.Tick(), 31.0)
+    assert state_.instances.get("a") is None
+
+
+# ---- A12: requests that kill engines ----
+
+
+def test_requests_that_break_two_engines_take_nobody_out() -> None:
+    state_ = fleet("a", "b", "c")
+    for number in range(12):
+        for name in "abc":
+            send(state_, f"good{number}{name}", number + 0.0, {}, exclude=tuple(set("abc") - {name}))
+        first = placed(state_, f"poison{number}", number + 0.1)
+        state_.handle(ev.Finished(f"poison{number}", "FAILED", broke=True), number + 0.1)
+        placed(state_, f"poison{number}.1", number + 0.1, exclude=(first,))
+        end = ev.Finished(f"poison{number}.1", "REJECTED", broke=True, alike=(first,))
+        state_.handle(end, number + 0.1)
+        assert out(state_) == []
+        assert [record.life.failures for record in state_.instances.records()] == [0, 0, 0]
+
+
+def test_engines_that_break_everything_are_out_though_they_agree() -> None:
+    state_ = fleet("a", "b", "c")
+    for number in range(60):
+        tried: tuple[str, ...] = ()
+        for attempt in range(2):
+            name = f"r{number}.{attempt}" if attempt else f"r{number}"
+            there = placed(state_, name, number / 50, exclude=tried)
+            if there == "c":
+                answer(state_, name, number / 50)
+                break
+            last = bool(tried)
+            end = ev.Finished(name, "REJECTED" if last else "FAILED", broke=True, alike=tried)
+            state_.handle(end, number / 50)
+            tried = (*tried, there)
+    assert out(state_) == ["a", "b"]

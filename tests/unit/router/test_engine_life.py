@@ -1,0 +1,204 @@
+"""When an instance that fails is left alone, and when it is tried again."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pointsman_router.core.instances.engine_life import EngineLife, LifeSettings, PoolAnswers, Wait
+
+SETTINGS = LifeSettings(failures=3, first_open_s=1.0, max_open_s=5.0)
+
+
+def broken(now: float = 0.0) -> EngineLife:
+    life = EngineLife()
+    assert [life.failed(f"r{index}", now, SETTINGS) for index in range(3)] == [False, False, True]
+    return life
+
+
+def test_failures_in_a_row_open_it_and_an_answer_between_does_not_let_them_add_up() -> None:
+    life = EngineLife()
+    for _ in range(5):
+        life.failed("r", 0.0, SETTINGS)
+        life.failed("s", 0.0, SETTINGS)
+        assert not life.answered("trial-2", 100.0)
+    assert not life.open(0.0)
+    assert broken().open(0.5)
+
+
+def test_one_request_is_on_trial_at_a_time() -> None:
+    life = broken()
+    assert not life.open(1.0)
+    life.placed("trial", 1.0)
+    assert life.open(100.0), "the others wait for its end"
+    life.left("other", 1.0, SETTINGS)
+    assert life.open(100.0)
+    life.left("trial", 2.0, SETTINGS)
+    assert not life.open(100.0), "its client left: another one may try"
+    life.placed("trial-2", 100.0)
+    assert life.answered("trial-2", 100.0)
+    assert not life.open(100.0)
+
+
+def test_each_failed_trial_doubles_the_time_up_to_the_limit() -> None:
+    life, now, waited = broken(), 0.0, []
+    for index in range(6):
+        start = now
+        while life.open(now):
+            now += 0.5
+        waited.append(now - start)
+        life.placed(f"t{index}", now)
+        assert life.failed(f"t{index}", now, SETTINGS)
+    assert waited == [1, 2, 4, 5, 5, 5]
+
+
+def test_requests_that_were_under_way_when_it_opened_do_not_prolong_it() -> None:
+    life = broken()
+    assert not life.failed("late", 0.9, SETTINGS)
+    assert not life.open(1.0)
+    life.placed("trial", 1.0)
+    assert not life.failed("later", 1.1, SETTINGS)
+    assert life.open(1.1), "the trial goes on"
+
+
+def test_what_put_it_out_says_whether_others_have_answered() -> None:
+    pool = PoolAnswers()
+    alone, ill, well = EngineLife(), EngineLife(pool), EngineLife(pool)
+    while not alone.errored("r", 404, 0.0, SETTINGS):
+        pass
+    assert alone.why().endswith(" requests in a row with status 404, and no other engine has answered")
+    well.answered("w", 0.0)
+    while not ill.errored("r", 404, 0.0, SETTINGS):
+        well.answered("w", 0.0)
+    assert ill.why().endswith(" requests in a row with status 404, and others answer")
+
+
+def test_zero_failures_mean_never() -> None:
+    never = EngineLife()
+    assert not any(never.failed("r", 0.0, LifeSettings(failures=0)) for _ in range(50))
+    assert not never.open(0.0)
+
+
+@given(st.lists(st.sampled_from(["fail", "answer", "leave", "place", "wait"]), max_size=60))
+def test_an_instance_is_never_left_alone_for_good(actions: list[str]) -> None:
+    """In any order of events, an instance gets a request again once all its requests have ended and `max_open_s` has passed. An
+    instance that answers gets requests without limit."""
+    life, now, open_ones = EngineLife(), 0.0, []
+    for number, action in enumerate(actions):
+        if action == "wait":
+            now += 0.7
+        elif action == "place" and not life.open(now):
+            life.placed(f"r{number}", now)
+            open_ones.append(f"r{number}")
+        elif open_ones and action in ("fail", "leave"):
+            request = open_ones.pop(0)
+            if action == "fail":
+                life.failed(request, now, SETTINGS)
+            else:
+                life.left(request, now, SETTINGS)
+        elif open_ones and action == "answer":
+            open_ones.pop(0)
+            life.answered("", now)
+            assert not life.open(now)
+    for request in open_ones:
+        life.left(request, now, SETTINGS)
+    assert not life.open(now + SETTINGS.max_open_s)
+
+
+class LifeMachine(RuleBasedStateMachine):
+    """Three engines of a pool, by the evidence alone: a working one, one that answers one status to everything, and one that
+    answers nothing. The clock never goes back; requests are placed on whatever may get them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = PoolAnswers()
+        self.works, self.errs, self.hangs = (EngineLife(self.pool) for _ in range(3))
+        self.now, self.number = 0.0, 0
+        self.open: list[str] = []  # at the one that hangs
+        self.lost = 0
+        self.hanging_since: float | None = None
+
+    def name(self) -> str:
+        self.number += 1
+        return f"r{self.number}"
+
+    @rule(passed=st.sampled_from([0.1, 0.6, 3.0]))
+    def time_passes(self, passed: float) -> None:
+        # A router's tick comes every half second.
+        for _ in range(max(round(passed / 0.5), 1)):
+            self.now += min(passed, 0.5)
+            for life in (self.works, self.errs, self.hangs):
+                if life.overdue(self.now):
+                    life.silent(self.now, SETTINGS)
+
+    @rule(count=st.integers(1, 8))
+    def good_requests(self, count: int) -> None:
+        """Each request goes to all three, as if each had its share of them."""
+        for _ in range(count):
+            request = self.name()
+            self.works.placed(request, self.now)
+            self.works.answered(request, self.now)
+            if not self.errs.open(self.now):
+                self.errs.placed(request, self.now)
+                self.errs.errored(request, 404, self.now, SETTINGS)
+                self.errs.gone(request)
+
+    @rule(kind=st.sampled_from([400, 500, 0]))
+    def bad_request(self, kind: int) -> None:
+        """A client's own fault, which another working engine (that is not a part of the pool here) finds, too."""
+        request = self.name()
+        if kind:
+            self.works.errored(request, kind, self.now, SETTINGS)
+        else:
+            self.works.failed(request, self.now, SETTINGS)
+        self.works.excused(SETTINGS, broke=not kind, witness=True)
+
+    @precondition(lambda self: not self.hangs.open(self.now))
+    @rule()
+    def place_on_the_silent_one(self) -> None:
+        request = self.name()
+        self.hangs.placed(request, self.now)
+        self.hangs.waits(request, Wait(self.now, 0.1, 0.1), streamed=True)
+        self.open.append(request)
+        if self.hanging_since is None:
+            self.hanging_since = self.now
+
+    @precondition(lambda self: self.open)
+    @rule()
+    def a_client_leaves(self) -> None:
+        request = self.open.pop(0)
+        waited = self.now - self.hangs.streams[request].placed_at
+        self.lost += waited >= 3.0
+        self.hangs.left(request, self.now, SETTINGS)
+
+    @invariant()
+    def an_engine_that_answers_is_in(self) -> None:
+        assert not self.works.opened
+
+    @invariant()
+    def one_that_answers_an_error_to_everything_is_out_within_20_requests(self) -> None:
+        if self.errs.errors >= 20 and self.pool.answers >= 20 and self.pool.errors <= self.errs.errors + 3:
+            assert self.errs.opened
+
+    @invariant()
+    def one_that_answers_nothing_is_out_in_time(self) -> None:
+        if self.lost >= SETTINGS.failures:
+            assert self.hangs.opened
+        if (
+            self.open
+            and self.hanging_since is not None
+            and self.now - self.hangs.streams[self.open[0]].placed_at > 11.0
+        ):
+            assert self.hangs.opened
+
+    @invariant()
+    def it_is_tried_again_by_one_at_a_time(self) -> None:
+        for life in (self.errs, self.hangs):
+            if life.opened:
+                assert life.until <= self.now + SETTINGS.max_open_s
+                assert not life.trial or life.open(self.now)
+
+
+TestLife = LifeMachine.TestCase
+TestLife.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
