@@ -186,6 +186,15 @@ def test_an_engine_that_sends_other_answers_is_not_silent() -> None:
     assert out(state_) == []
 
 
+def test_bytes_of_an_engine_without_an_agent_change_no_snapshot() -> None:
+    state_ = fleet("a")
+    placed(state_, "waits", 0.0)
+    state_.handle(ev.Heard(("a",)), 1.0)
+    assert isinstance(place(state_, request("nowhere", exclude=("a",)), 6.0), ev.Refused), "the load is old"
+    state_.handle(ev.Heard(("a",)), 7.0)
+    state_.check_invariants()
+
+
 def test_answers_that_are_not_streamed_and_ends_of_lost_gateways_have_time() -> None:
     state_ = fleet("a", "b")
     assert isinstance(place(state_, request("whole", tokens=100, max_output_tokens=1_000), 0.0), ev.Placed)

@@ -327,7 +327,7 @@ class FleetViewBuilder:
         changes_at = (
             fresh_until,
             record.life.until,
-            record.life.sign_at + SIGN_S,
+            record.life.sign_at + SIGN_S if state is InstanceState.UNHEALTHY else -inf,
             self._migrations.next_end(info.instance_id, now),
             *self._prefix_knowledge.source_changes_at(record),
         )
