@@ -29,7 +29,7 @@ from tests.support.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-CONTEXT = 4_096
+CONTEXT = 2_048  # the longest prompt that is computed here
 WORDS = " ".join(f"w{number}" for number in range(150))
 
 

@@ -11,7 +11,7 @@ import re
 TESTED = (0, 32)
 # What is off with the versions from the first up to, but without, the second one; None: no limit.
 _OFF: tuple[tuple[tuple[int, int] | None, tuple[int, int] | None, str], ...] = (
-    (None, (0, 31), "KV events only with their addresses given to the agent (events=, replay=)"),
+    (None, (0, 30), "KV events only with their addresses given to the agent (events=, replay=)"),
     (None, (0, 32), "layer-wise push refuses to start"),
     (
         (0, 33),
