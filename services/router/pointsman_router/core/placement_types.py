@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from functools import cached_property
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -133,8 +134,9 @@ class EngineTraits(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 NO_TRAITS = EngineTraits()
 
 
-class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
-    """One engine (one data-parallel rank of it) during one incarnation, as its agent described it."""
+class InstanceInfo(msgspec.Struct, frozen=True, dict=True):
+    """One engine (one data-parallel rank of it) during one incarnation, as its agent described it. What follows from
+    the description is computed once, since each placement makes candidates anew."""
 
     instance_id: str
     incarnation: str  # changes with each start of the engine
@@ -165,7 +167,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
     max_num_seqs: int = 0  # maximum number of requests in its batch; 0 if unknown
     uncertain_blocks: int = 0  # number of blocks at the end of a known prefix that a prompt can miss
 
-    @property
+    @cached_property
     def known_identity(self) -> EngineIdentity:
         """Its identity, with the type of its KV cache from the flag where an older agent reports no more."""
         identity, kv = self.identity, self.kv_transfer
@@ -178,7 +180,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
         """What limits a prompt and its output here."""
         return EngineTraits(max_model_len=self.max_model_len, counts_output=counts_output(self.engine_version))
 
-    @property
+    @cached_property
     def kv_kind(self) -> str:
         """The kind of KV that it passes on or takes, equal for those that can read each other's; empty without a KV connector.
         NIXL's connector refuses engines of any other version, Mooncake's cannot read the messages of some other ones."""
@@ -187,7 +189,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
         version = self.engine_version if kv.protocol == "NIXL" else series(self.engine_version)
         return f"{kv.protocol}/{self.block_size}/{version}"
 
-    @property
+    @cached_property
     def traits(self) -> EngineTraits | UnsetType:
         """What decisions see of the engine's identity and limits; unset if nothing is known."""
         counts = counts_output(self.engine_version)

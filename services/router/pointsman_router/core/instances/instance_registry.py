@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import chain
@@ -15,7 +14,7 @@ from pointsman_router.core.instances.engine_life import SILENCE, EngineLife, Poo
 from pointsman_router.core.instances.event_trust import CountedHits, EventTrust
 from pointsman_router.core.instances.instance_orders import NO_ORDER, InstanceOrder
 from pointsman_router.core.instances.key_sync import ReportSync
-from pointsman_router.core.instances.pool_differences import common_traits, differing
+from pointsman_router.core.instances.pool_differences import common_traits, differing, most
 from pointsman_router.core.instances.prediction_audit import PredictionAudit
 from pointsman_router.core.instances.session_shares import SessionShares
 from pointsman_router.core.instances.stale_reservations import IdleReports
@@ -298,7 +297,7 @@ class _Pool:
                     sorted({name for record in self._alike for name in record.served_names} - {self.model})
                 ),
                 lora_names=tuple(sorted({name for record in self._alike for name in record.lora_names})),
-                model_root=_most_common(record.info.model_root for record in self.records),
+                model_root=most((record.info.model_root for record in self.records if record.info.model_root), ""),
                 max_model_len=max((context.max_model_len for context in self.contexts(self.model)), default=0),
                 # Instances that fail are better than none, as in the router's own decisions.
                 instances=dict(next(filter(None, self._tiers), {})),
@@ -353,13 +352,6 @@ def _shares_of(members: Iterable[InstanceRecord]) -> SessionShares:
             if record.state in _PLACEABLE
         ]
     )
-
-
-def _most_common(roots: Iterable[str]) -> str:
-    """Return the root that occurs most often, of equal ones the first by name, whatever the order of the instances; "" without
-    any."""
-    counts = Counter(root for root in roots if root)
-    return min(counts, key=lambda root: (-counts[root], root), default="")
 
 
 def _id_of(record: InstanceRecord) -> str:
@@ -478,25 +470,23 @@ class InstanceRegistry:
             sync.reset()
             order = self.orders.get(info.instance_id, NO_ORDER)
             begun = InstanceRecord(info, sync, stream_id, now, draining=self._drains(info), order=order)
-            self._silent.discard(info.instance_id)
             if record is None:
                 record = self._records[info.instance_id] = begun
             else:
                 record.become(begun)
         self._index.set_sparse(info.instance_id, info.sparse_prefixes)
         self._lower_tiers.share(info.instance_id, info.model, info.shared_storage, info.identity)
-        if stays:
-            if record.life.pool is not self._pools[info.model].answers:
-                record.life = EngineLife(self._pools[info.model].answers)
-            self._pools[info.model].described(record)
-            return record
         if info.model not in self._pools:
             self._pools[info.model] = _Pool(info.model)
-        if record.life.pool is not self._pools[info.model].answers:
-            record.life = EngineLife(self._pools[info.model].answers)
+        pool = self._pools[info.model]
+        if record.life.pool is not pool.answers:
+            record.life = EngineLife(pool.answers)
             self._silent.discard(info.instance_id)
-        self._pools[info.model].add(record)
-        self._name_pools()
+        if stays:
+            pool.described(record)
+        else:
+            pool.add(record)
+            self._name_pools()
         return record
 
     def forget_snapshot(self, instance_id: str) -> None:

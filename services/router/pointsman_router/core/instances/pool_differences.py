@@ -19,8 +19,8 @@ _LIMITS = (("max_model_len", "context of {} tokens"), ("max_num_seqs", "batch of
 def common_traits(infos: Iterable[InstanceInfo]) -> EngineTraits:
     """Return the identity of the most instances, and each limit of the most instances, of those that are known."""
     known = [traits for info in infos if (traits := info.traits) is not UNSET]
-    limits = {name: _most([value for traits in known if (value := getattr(traits, name))], 0) for name, _ in _LIMITS}
-    return EngineTraits(_most([traits.identity for traits in known], NO_TRAITS.identity), **limits)
+    limits = {name: most([value for traits in known if (value := getattr(traits, name))], 0) for name, _ in _LIMITS}
+    return EngineTraits(most([traits.identity for traits in known], NO_TRAITS.identity), **limits)
 
 
 def differing(info: InstanceInfo, common: EngineTraits) -> dict[str, str]:
@@ -37,8 +37,8 @@ def differing(info: InstanceInfo, common: EngineTraits) -> dict[str, str]:
     return found
 
 
-def _most(values: list[T], default: T) -> T:
+def most(values: Iterable[T], default: T) -> T:
     """Return the value that occurs most often, of equal ones the first in the order of their texts, whatever the order of the
     instances."""
     counts = Counter(values)
-    return min(counts, key=lambda value: (-counts[value], repr(value)), default=default)
+    return min(counts, key=lambda value: (-counts[value], str(value)), default=default)

@@ -16,11 +16,7 @@ from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_common.core.key_report_messages import Delta, KeyMessage, SnapshotEnd, Tier
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
-from pointsman_router.core.instances.prediction_audit import (
-    AGAIN_S,
-    SLACK_BLOCKS,
-    SLACK_SHARE,
-)
+from pointsman_router.core.instances.prediction_audit import AGAIN_S, SLACK_BLOCKS, SLACK_SHARE
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefill_progress import NO_KEYS, OpenPrompt, PrefillProgress
 from pointsman_router.core.load.reservations import Reservation
@@ -197,7 +193,7 @@ class PrefixKnowledge:
             return
         self.approximate_index.drop(instance_id)
         if record.needs_placements:
-            capacity = record.info.kv_capacity_tokens // KEY_TOKENS or ASSUMED_CAPACITY_KEYS
+            capacity = _capacity_keys(record)
             for keys in self.recent_placements.of(instance_id):
                 self.approximate_index.learn(instance_id, keys, capacity)
 
@@ -337,7 +333,7 @@ class PrefixKnowledge:
         per_block = record.info.block_size // KEY_TOKENS
         # An engine keeps only whole blocks of its own size.
         keys = prompt.keys[: min(prompt.target_tokens // KEY_TOKENS, len(prompt.keys)) // per_block * per_block]
-        capacity = record.info.kv_capacity_tokens // KEY_TOKENS or ASSUMED_CAPACITY_KEYS
+        capacity = _capacity_keys(record)
         if record.follows_events:
             record.trust.computed(keys, record.info.block_size, now, sparse=record.info.sparse_prefixes)
             self.recent_placements.add(prompt.instance_id, keys, capacity)
@@ -435,3 +431,8 @@ class PrefixKnowledge:
             ev.Resync(record.stream_id, instance_id, f"prediction audit failed: {reason}"),
         ]
         return [*effects, ev.EventsDistrusted(instance_id, reason)] if new else effects
+
+
+def _capacity_keys(record: InstanceRecord) -> int:
+    """Return the maximum number of keys that an instance is assumed to hold."""
+    return record.info.kv_capacity_tokens // KEY_TOKENS or ASSUMED_CAPACITY_KEYS

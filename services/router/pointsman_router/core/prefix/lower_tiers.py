@@ -90,14 +90,13 @@ class LowerTiers:
             self._stores[before].discard(instance_id)
             if not self._stores[before]:
                 del self._stores[before]
-        self._identities[instance_id] = identity
+        self._identities.pop(instance_id, None)
         if name:
+            self._identities[instance_id] = identity
             stores = (Store(pool, name, part) for part in count())
             store = next(store for store in stores if self._fits(identity, store))
             self._store_of[instance_id] = store
             self._stores.setdefault(store, set()).add(instance_id)
-        else:
-            del self._identities[instance_id]
         if before != self._store_of.get(instance_id):
             self._store_masks = (-1, {})
 
