@@ -4,7 +4,7 @@ console and doctor say. Once with an engine alone in its pool, once with one of 
     python -m bench ill_engines                              # all ways, 12 minutes
     python -m bench.ill_engines --only "hang" --only 404     # some ways
     python -m bench.ill_engines --save FILE [--services-python PYTHON --services-module pointsman.cli.main]
-    python -m bench.ill_engines --page FILE [FILE_BEFORE]    # write docs/ill_engines.md from saved runs, and run nothing
+    python -m bench.ill_engines --page                       # write docs/ill_engines.md from docs/results, and run nothing
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.figures import Figure
-from bench.ill_fleet import ENGINES, POLL_S, IllFleet, Outcome, Services
+from bench.ill_fleet import ENGINES, POLL_S, THREES, IllFleet, Outcome, Services
 from bench.ill_ways import WAYS, Way
 from pointsman_common.io.logs import configure_logs
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "ill_engines.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE = DOCS / "ill_engines.md"
+# Saved runs that the page shows: of this version, and of 0.2.0.
+RESULTS, OLD_RESULTS = DOCS / "results" / "ill_engines.jsonl", DOCS / "results" / "ill_engines_0.2.0.jsonl"
 CELL = 240  # characters, at most
 # Time before an illness; time after it for the engine to be back, and at least; how long before its end doctor is asked, s.
 CALM_S, BACK_S, AFTER_S, DOCTOR_BEFORE_S = 2.0, 32.0, 2.0, 2.5
@@ -43,8 +46,9 @@ async def ill_engines() -> list[Figure]:
     ]
 
 
-async def run(ways: Sequence[Way], services: Services) -> list[Outcome]:
-    """Run these ways on one fleet, one after the other. Raises AssertionError if the fleet does not start."""
+async def run(ways: Sequence[Way], services: Services, save: Path | None = None) -> list[Outcome]:
+    """Run these ways on one fleet, one after the other; `save` gets the outcomes of each. Raises AssertionError if a process does
+    not start."""
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as folder:
         fleet = IllFleet(Path(folder), services)
@@ -58,6 +62,8 @@ async def run(ways: Sequence[Way], services: Services) -> list[Outcome]:
                     one.doctor = [said for said in one.doctor if said not in known[one.pool]]
                     print(f"{one.way}, {one.pool}: {_measured(one)}; {one.said}", file=sys.stderr, flush=True)
                 outcomes += found
+                if save is not None:
+                    _save(save, found)
     return outcomes
 
 
@@ -82,7 +88,7 @@ async def _one(way: Way, fleet: IllFleet) -> list[Outcome]:
         while time.monotonic() < ended + BACK_S:
             await asyncio.sleep(POLL_S)
             for one in outcomes:
-                _see(one, fleet, begun, ended)
+                _see(one, fleet, begun, last, ended)
             back = all(one.out_s is None or one.back_s is not None for one in outcomes)
             if back and time.monotonic() > ended + AFTER_S:
                 break
@@ -100,7 +106,7 @@ async def _one(way: Way, fleet: IllFleet) -> list[Outcome]:
         # Each request at the proxy counts: a retry of a request that another engine answered, too.
         of_half = sum(sent.pool == one.pool and half <= sent.at < last for sent in fleet.sent)
         one.share = min((reached[one.pool] - before[one.pool]) / max(of_half, 1), 1.0)
-        outs = [listed for listed in fleet.listed[one.pool] if begun <= listed.at < ended and listed.out]
+        outs = [listed for listed in fleet.listed[one.pool] if begun <= listed.at < last and listed.out]
         now = said[one.pool]
         one.said = fleet.plain(
             ", then ".join(dict.fromkeys(listed.words for listed in [*([] if now.out else outs[:1]), now]))
@@ -109,9 +115,10 @@ async def _one(way: Way, fleet: IllFleet) -> list[Outcome]:
     return outcomes
 
 
-def _see(one: Outcome, fleet: IllFleet, begun: float, ended: float) -> None:
-    """Fill in when the engine was out, and back: the router lists it as in, and a whole answer of it has come."""
-    outs = [listed.at for listed in fleet.listed[one.pool] if begun <= listed.at < ended and listed.out]
+def _see(one: Outcome, fleet: IllFleet, begun: float, last: float, ended: float) -> None:
+    """Fill in when the engine was out, before the illness began to end at `last`, and back: the router lists it as in, and it has
+    answered."""
+    outs = [listed.at for listed in fleet.listed[one.pool] if begun <= listed.at < last and listed.out]
     if not outs:
         return
     one.out_s = outs[0] - begun
@@ -166,13 +173,23 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(map(_cell, cells))} |\n"
 
 
+def _sum(outcomes: Sequence[Outcome]) -> str:
+    """Return what was lost in pools of three, all ways together."""
+    threes = [one for one in outcomes if one.pool == THREES]
+    lost = [one.failed + one.refused for one in threes]
+    return f"{sum(lost)} of {sum(one.requests for one in threes):,} requests lost, none in {lost.count(0)} of {len(lost)} ways"
+
+
 def page(outcomes: Sequence[Outcome], before: Sequence[Outcome] = ()) -> str:
     """Return docs/ill_engines.md. `before`: the same ways at an older version."""
     by_way: dict[str, dict[str, Outcome]] = {}
     for one in outcomes:
         by_way.setdefault(one.way, {})[one.pool] = one
     older = {(one.way, one.pool): one for one in before}
-    text = INTRODUCTION + "\n" + _row(*_HEAD) + _row(*["---"] * len(_HEAD)).replace(" ", "")
+    text = INTRODUCTION + "\n"
+    if before:
+        text += f"An ill engine of three: {_sum(outcomes)}; with 0.2.0 {_sum(before)}.\n\n"
+    text += _row(*_HEAD) + _row(*["---"] * len(_HEAD)).replace(" ", "")
     for way, pools in by_way.items():
         cells = [way]
         for pool in ENGINES:
@@ -202,9 +219,10 @@ leaves after 5 s without its whole answer. An illness lasts 8 s (16 s where noth
 
 - **failed + refused**: requests without a whole answer, and those that the gateway refused since no instance could take them
   (503, which a client may repeat), of all that were sent from 2 s before the illness until the engine was back.
-- **out, back**: seconds from the beginning of the illness until the router listed the engine as out, and from the end of the
-  illness (a restarted engine answers again) until it was in and had answered. An engine alone in its pool that is ill serves
-  nobody, so what it loses is for comparison with the older version only.
+- **out, back**: seconds from the beginning of the illness until the router listed the engine as out, or not READY, and from its
+  end (a restarted engine answers again) until it was in and had answered. What is not READY may get requests.
+- **alone**: where no engine is well, requests are placed on the ill one all the same, unless it sleeps: they may fail where 0.2.0
+  refused them.
 - **share**: of the requests in the second half of the illness, those that reached the ill engine; one at a time are tried there.
 - **0.2.0**: the same, with agent, router and gateway of version 0.2.0.
 """
@@ -214,8 +232,17 @@ are replaced by ENGINE. Doctor asks each engine itself, too.
 """
 
 
-def _saved(file: Path) -> list[Outcome]:
-    return [Outcome(**row) for row in json.loads(file.read_text())]
+def saved(file: Path) -> list[Outcome]:
+    """Return the outcomes that `--save` has written."""
+    return [Outcome(**json.loads(line)) for line in file.read_text().splitlines()]
+
+
+def _save(file: Path, outcomes: Sequence[Outcome]) -> None:
+    """Write outcomes in the order of WAYS. Those of ways that were not run this time are kept."""
+    old = saved(file) if file.exists() else []
+    rows = {(one.way, one.pool): asdict(one) for one in (*old, *outcomes)}
+    names = [(way.name, pool) for way in WAYS for pool in ENGINES]
+    file.write_text("".join(f"{json.dumps(rows[name])}\n" for name in names if name in rows))
 
 
 def main() -> None:
@@ -226,17 +253,15 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="a part of a way's name; may be repeated")
     parser.add_argument("--services-python", default=sys.executable, help="Python of agent, router, gateway and doctor")
     parser.add_argument("--services-module", default="pointsman_cli.main", help="module of their command line")
-    parser.add_argument("--save", type=Path, help="file for the results (JSON)")
-    parser.add_argument("--page", type=Path, nargs="+", help="saved results, and those of an older version")
+    parser.add_argument("--save", type=Path, help="file for the results (JSON lines); its other ways are kept")
+    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name} from the saved results in docs/results")
     given = parser.parse_args()
     if given.page:
-        PAGE.write_text(page(*map(_saved, given.page)))
+        PAGE.write_text(page(saved(RESULTS), saved(OLD_RESULTS)))
         return
     configure_logs("bench", "error")
     ways = [way for way in WAYS if not given.only or any(word in way.name for word in given.only)]
-    outcomes = asyncio.run(run(ways, Services(given.services_python, given.services_module)))
-    if given.save:
-        given.save.write_text(json.dumps([asdict(one) for one in outcomes], indent=1) + "\n")
+    outcomes = asyncio.run(run(ways, Services(given.services_python, given.services_module), given.save))
     Console(width=200).print(table(outcomes))
 
 

@@ -44,7 +44,7 @@ TURNS, TURN_WORDS, FIRST_WORDS, ANSWER_TOKENS = 6, 60, 150, 24
 # Pause between two turns, and the patience of every other client, s.
 PAUSE_S, PATIENCE_S = 0.3, (30.0, 5.0)
 POLL_S = 0.2
-START_S, SETTLE_S = 90.0, 60.0
+START_S, SETTLE_S = 180.0, 60.0
 # States in which an instance gets requests whenever the policy chooses it.
 IN = (fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_SYNCING)
 

@@ -186,13 +186,13 @@ async def _asleep(fleet: IllFleet) -> AsyncIterator[None]:
 USAGE = r"^(vllm:kv_cache_usage_perc\S*) \S+"
 WAYS = (
     _fault("/metrics takes 3 s", Fault(delay_s=3.0), "/metrics"),
-    _fault("/metrics hangs", Fault(hang=True), "/metrics"),
+    _fault("/metrics hangs", Fault(hang=True), "/metrics", ill_s=SILENT_S),
     _fault("/metrics is 500", Fault(status=500), "/metrics"),
     _fault("/metrics is garbage", Fault(body=b"\x00\xff<html>" * 99), "/metrics"),
     _gauge("KV usage is NaN", USAGE, r"\1 NaN"),
     _gauge("KV usage is negative", USAGE, r"\1 -0.3875"),
     _gauge("KV usage has another name", r"^vllm:kv_cache_usage_perc", "vllm:kv_cache_share"),
-    _fault("/health hangs", Fault(hang=True), "/health"),
+    _fault("/health hangs", Fault(hang=True), "/health", ill_s=SILENT_S),
     _fault("/health is 500", Fault(status=500), "/health"),
     Way("stands still: accepts, answers nothing", _standing_still, SILENT_S),
     _fault("chats hang, /health and /metrics answer", Fault(hang=True), CHAT, ill_s=SILENT_S),

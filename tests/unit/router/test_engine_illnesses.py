@@ -16,6 +16,9 @@ from pointsman_router.core.placement_types import InstanceState, Load, PrefixSou
 from pointsman_router.core.router_state import RouterState
 from tests.support.router_values import join, place, request, state
 
+# Errors that gateways retry, and tell as refused.
+RETRIED = (500, 502, 503)
+
 
 def fleet(*names: str, **settings_: Any) -> RouterState:
     state_ = state(**settings_)
@@ -43,12 +46,12 @@ def out(state_: RouterState) -> list[str]:
 def error(
     state_: RouterState, name: str, now: float, status: int, *, outcome: str = "REJECTED", alike: tuple[str, ...] = ()
 ) -> list[ev.Effect]:
-    refused = outcome == "FAILED" or status >= 500
+    refused = outcome == "FAILED" or status in RETRIED
     return state_.handle(ev.Finished(name, outcome, http_status=status, refused=refused, alike=alike), now)
 
 
 def send(state_: RouterState, name: str, now: float, ill: dict[str, int], *, bad: bool = False, **changes: Any) -> str:
-    """Send a request as a gateway does: errors of a doubted instance, and all 5xx, are compared with what another one answers.
+    """Send a request as a gateway does: errors of a doubted instance, and all of RETRIED, are compared with what another answers.
     `ill`: the status with which an instance answers everything. `bad`: all answer 400. Return where it was first."""
     first = there = placed(state_, name, now, **changes)
     before: dict[int, list[str]] = {}
@@ -60,7 +63,7 @@ def send(state_: RouterState, name: str, now: float, ill: dict[str, int], *, bad
             answer(state_, request_id, now, *tried)
             break
         alike = tuple(before.setdefault(status, []))
-        compares = (status >= 500 or state_.instances.doubts(there)) and attempt < 2 and not alike
+        compares = (status in RETRIED or state_.instances.doubts(there)) and attempt < 2 and not alike
         error(state_, request_id, now, status, outcome="FAILED" if compares else "REJECTED", alike=alike)
         before[status].append(there)
         tried = (*tried, there)
