@@ -43,12 +43,12 @@ def out(state_: RouterState) -> list[str]:
 def error(
     state_: RouterState, name: str, now: float, status: int, *, outcome: str = "REJECTED", alike: tuple[str, ...] = ()
 ) -> list[ev.Effect]:
-    refused = outcome == "FAILED" or status >= 500
+    refused = outcome == "FAILED" or (status >= 500 and status != 501)
     return state_.handle(ev.Finished(name, outcome, http_status=status, refused=refused, alike=alike), now)
 
 
 def send(state_: RouterState, name: str, now: float, ill: dict[str, int], *, bad: bool = False, **changes: Any) -> str:
-    """Send a request as a gateway does: errors of a doubted instance, and all 5xx, are compared with what another one answers.
+    """Send a request as a gateway does: errors of a doubted instance, and all 5xx but 501, are compared with another answer.
     `ill`: the status with which an instance answers everything. `bad`: all answer 400. Return where it was first."""
     first = there = placed(state_, name, now, **changes)
     before: dict[int, list[str]] = {}
@@ -60,7 +60,7 @@ def send(state_: RouterState, name: str, now: float, ill: dict[str, int], *, bad
             answer(state_, request_id, now, *tried)
             break
         alike = tuple(before.setdefault(status, []))
-        compares = (status >= 500 or state_.instances.doubts(there)) and attempt < 2 and not alike
+        compares = ((status >= 500 and status != 501) or state_.instances.doubts(there)) and attempt < 2 and not alike
         error(state_, request_id, now, status, outcome="FAILED" if compares else "REJECTED", alike=alike)
         before[status].append(there)
         tried = (*tried, there)

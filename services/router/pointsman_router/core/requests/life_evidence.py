@@ -50,7 +50,7 @@ class LifeEvidence:
         life, request_id, settings = record.life, finished.request_id, self._settings
         witness = life.works
         status = finished.http_status
-        if finished.refused or (finished.outcome == "REJECTED" and (finished.broke or 400 <= status < 500)):
+        if finished.refused or (finished.outcome == "REJECTED" and (finished.broke or status >= 400)):
             changed = life.errored(request_id, status, now, settings)
         elif finished.outcome == "FAILED":
             changed = life.failed(request_id, now, settings)
