@@ -195,7 +195,7 @@ class EngineSteps:
         try:
             await (self._remote_prefill.prefill(step) if step.kv_target is not None else self._slice(step))
         except TransferError as error:
-            return PrefillEnded(str(error), error.instance_failed, error.refused)
+            return PrefillEnded(str(error), error.instance_failed, error.refused, broke=error.broke)
         except UpstreamError as error:
             return PrefillEnded(error.text, error.instance_failed, error.refused, broke=error.broke)
         return PrefillEnded()
