@@ -316,6 +316,11 @@ def _event(chunk: dict[str, Any]) -> bytes:
 
 
 def _refuse(reply: Any, status: int, message: str) -> None:
+    if status == 200:  # a proxy's page
+        reply.start(status, "text/html")
+        reply.write(b"<html>")
+        reply.end()
+        return
     _whole(reply, status, {"error": {"message": message, "code": status}})
 
 
@@ -332,10 +337,13 @@ class Agent:
         self._name, self._network, self._engines, self._routers = name, network, engines, routers
         self._disk: dict[str, tuple[SavedState, int]] = {}
         self.node = Node(name)
+        self.on_start: Callable[[], None] = lambda: None
+        """Called when a process starts."""
 
     def start(self) -> None:
         """Start a new agent process."""
         self.node = Node(self._name)
+        self.on_start()
         for engine in self._engines:
             self.node.spawn(self._watch(engine))
 

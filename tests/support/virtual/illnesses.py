@@ -9,8 +9,8 @@ from tests.support.virtual.engines import CONTEXT, Engine, Illness
 from tests.support.virtual.faults import Fault, agent_dies, metrics_fail
 from tests.support.virtual.world import World
 
-# What an ill engine may answer to everything. Clients may get it, too, until the engine is doubted.
-ANSWERED = (302, 400, 401, 404, 422, 429, 500, 501, 503)
+# What an ill engine may answer to everything: an error, or a page. Clients may get it, too, until the engine is doubted.
+ANSWERED = (200, 302, 400, 401, 404, 422, 429, 500, 501, 503)
 STATUSES_OF_ILL = set(ANSWERED)
 
 

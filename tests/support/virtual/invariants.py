@@ -113,7 +113,7 @@ class _Ill:
     hung: bool
     answers_status: bool
     until: float = inf
-    lost: int = 0
+    lost: tuple[str, int] = ("", 0)  # incarnation as the router knows it, and its lost requests
     placed: tuple[int, int] = (0, 0)
     known: tuple[int, int, float] = (0, 0, inf)
 
@@ -129,6 +129,8 @@ class LifeWatch:
     engines: Mapping[str, Engine]
     violate: Callable[[str], None]
     all_checks: bool
+    agent_started_at: float = 0.0
+    """When the last agent was started, s: what routers learn from it may be older."""
     _ill: dict[str, _Ill] = field(default_factory=dict)
     _killed: dict[int, set[str]] = field(default_factory=dict)
     # Request -> the instance that it was placed on, until its first token or end.
@@ -146,6 +148,10 @@ class LifeWatch:
         """Return whether an engine runs and is not ill, but for lies."""
         ill = self._ill.get(engine.instance_id)
         return engine.up and (ill is None or ill.until < inf)
+
+    def _was_ill(self, engine: Engine, now: float) -> bool:
+        ill = self._ill.get(engine.instance_id)
+        return ill is not None and now < ill.until + EXCUSED_S
 
     def arrived(self, engine: Engine, tokens: list[int]) -> None:
         """Check a request's way: no engine gets it after it killed KILLED."""
@@ -188,12 +194,14 @@ class LifeWatch:
             self.violate(f"a request for {model} was refused, though {answer} answer")
 
     def _answering(self, model: str, now: float) -> Iterator[Engine]:
-        """Return the well engines that have answered lately and have a model or an adapter."""
+        """Return the engines that have been well for long, have answered lately, and have a model or an adapter. One that was
+        ill may have left the fleet, if its agent is gone, too."""
         return (
             engine
             for engine in self.engines.values()
             if model in (engine.model, *engine.traits.adapters)
             and self.is_well(engine)
+            and not self._was_ill(engine, now)
             and now - engine.answered_at < ANSWERED_S
         )
 
@@ -241,9 +249,11 @@ class LifeWatch:
         # What the engine sent before has arrived 1 s later.
         if ill is None or not ill.hung or ill.until < inf or now < ill.since + 1.0 or record is None:
             return
-        ill.lost += 1
-        if ill.lost >= LOST and not record.life.opened:
-            self.violate(f"{instance_id} hangs and has lost {ill.lost} requests, and is not out")
+        incarnation, before = ill.lost
+        lost = before + 1 if incarnation == record.info.incarnation else 1
+        ill.lost = record.info.incarnation, lost
+        if lost >= LOST and not record.life.opened:
+            self.violate(f"{instance_id} hangs and has lost {lost} requests, and is not out")
 
     def _check_silence(self, router: Any, now: float) -> None:
         for instance_id, ill in self._ill.items():
@@ -252,7 +262,8 @@ class LifeWatch:
                 continue
             for waits in (record.life.streams, record.life.wholes):
                 for request_id, wait in waits.items():
-                    due = wait.placed_at + min(wait.predicted_s, MOST_PREDICTED_S), ill.since + wait.alone_s
+                    since = max(ill.since, self.agent_started_at)
+                    due = wait.placed_at + min(wait.predicted_s, MOST_PREDICTED_S), since + wait.alone_s
                     if now > max(due) + OVERDUE_S + SEEN_WITHIN_S:
                         waited = now - wait.placed_at
                         self.violate(f"{instance_id} hangs, {request_id} waits for {waited:.1f} s, and it is in")
@@ -264,10 +275,9 @@ class LifeWatch:
                 self.violate(f"the events of {engine.instance_id} are trusted, and none has been sent")
 
     def _put_out(self, changed: ev.LifeChanged, now: float) -> None:
-        engine, ill = self.engines[changed.instance_id], self._ill.get(changed.instance_id)
-        if not engine.up or now < engine.started_at + EXCUSED_S or (ill is not None and now < ill.until + EXCUSED_S):
-            return
-        self.violate(f"{changed.instance_id} is well, and was put out: {changed.reason}")
+        engine = self.engines[changed.instance_id]
+        if engine.up and now >= engine.started_at + EXCUSED_S and not self._was_ill(engine, now):
+            self.violate(f"{changed.instance_id} is well, and was put out: {changed.reason}")
 
 
 def check_turn(node: Node, begun: float, seconds: float) -> str:

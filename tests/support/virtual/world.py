@@ -344,6 +344,8 @@ class World:
             f"a{at}": Agent(f"a{at}", self.network, list(self.engines.values())[at::agents], list(ROUTERS))
             for at in range(agents)
         }
+        for agent in self.agents.values():
+            agent.on_start = self._agent_started
         self.charges = Charges(
             loop, declared, pools=len(MODELS), engines=engines, as_it_is=capacity_blocks != CAPACITY_BLOCKS
         )
@@ -388,6 +390,9 @@ class World:
                 traits[at].adapters = (ADAPTER,)
             traits[rng.randrange(engines)].silent_events = rng.random() < 0.3
         return traits
+
+    def _agent_started(self) -> None:
+        self.lives.agent_started_at = asyncio.get_running_loop().time()
 
     def _dies_of_poison(self, engine: Engine, tokens: list[int]) -> None:
         self.lives.died(engine, tokens)
