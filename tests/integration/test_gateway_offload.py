@@ -221,6 +221,16 @@ async def test_when_d_is_gone_another_answers(up: Stack) -> None:
     assert len(up.router.finished) == 2
 
 
+async def test_a_request_that_breaks_p_and_then_d_is_sent_to_no_other(up: Stack) -> None:
+    p, d = p_and_d(up)
+    p.sends, d.mode = "reset", "cut"
+    async with aiohttp.ClientSession() as http, http.post(f"{up.url}/v1/chat/completions", json=STREAM) as answer:
+        assert b"error" in await answer.read()
+    await up.router.until(lambda: len(up.router.finished) == 1)
+    (ended,) = up.router.finished
+    assert (ended.outcome, ended.broke, list(ended.alike)) == (placement_pb2.OUTCOME_REJECTED, True, ["i0"])
+
+
 def released(up: Stack) -> list[list[str]]:
     """The transfers that each engine was asked to release."""
     return [[params["transfer_id"] for params in engine.released] for engine in p_and_d(up)]

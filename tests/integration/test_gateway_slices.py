@@ -106,6 +106,15 @@ async def test_a_slice_that_is_not_there_any_more_ends_slicing(up: Stack) -> Non
     assert [where for where, _, _ in sent(up)] == ["/v1/completions"] * 2 + ["/v1/chat/completions"]
 
 
+async def test_a_page_is_no_slice(up: Stack) -> None:
+    up.engines[0].mode = "page"
+    slicing(up, 128, 256)
+    async with aiohttp.ClientSession() as http, http.post(f"{up.url}/v1/chat/completions", json=LONG) as answer:
+        assert answer.status == 502  # the router of the test knows no other instance
+    assert reported_steps(up)[0] == (0, "an answer that is no JSON")
+    assert all(done.instance_failed for done in up.router.step_dones)
+
+
 async def test_a_router_that_does_not_know_the_plan_is_asked_for_another_one(up: Stack) -> None:
     """A new owner of the pool answers so. Computed slices stay on their instance, and the request is placed anew."""
     slicing(up, 128, 256)

@@ -1,6 +1,7 @@
 """`python -m tests.virtual 0 200` runs the seeds 0 to 199. With one number it runs that seed and prints its story.
 Of many seeds, a router's own invariants are checked after every CHECK_EACH-th event, of one seed after every event.
 
+`alone 0 200` and `among 0 200` run seeds with ill engines, alone and among other faults.
 `measure` prints the costs measured on this machine. `forks` runs seeds on a large fleet that is built in full size.
 """
 
@@ -10,7 +11,7 @@ import os
 import sys
 from collections import Counter
 
-from tests.support.virtual.run import run
+from tests.support.virtual.run import Ill, run
 from tests.virtual import forks, measure
 
 # The checks take a third of a run's time. What is violated seldom heals by itself within a few events.
@@ -30,11 +31,12 @@ def main() -> int:
         return measure.main()
     if sys.argv[1:2] == ["forks"]:
         return forks.main(sys.argv[2:])
-    first, *end = map(int, sys.argv[1:])
+    kinds = [kind for kind in Ill if kind.value == sys.argv[1]]
+    first, *end = map(int, sys.argv[1 + len(kinds) :])
     answers: Counter[int] = Counter()
     failed = 0
     for seed in range(first, end[0] if end else first + 1):
-        result = run(seed, check_each=CHECK_EACH if end else 1)
+        result = run(seed, check_each=CHECK_EACH if end else 1, ill=kinds[0] if kinds else None)
         answers.update(result.answers)
         if result.failure:
             failed += 1

@@ -1,11 +1,13 @@
-"""Simulated engines with a prefix cache that evicts and with KV transfers, and agents that report them."""
+"""Simulated engines with a prefix cache that evicts and with KV transfers, and agents that report them. Engines can be ill."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import msgspec
@@ -27,6 +29,47 @@ TOKEN_S, OUTPUT_S = 4e-4, 0.02
 TRANSFER_S, TRANSFER_TOKEN_S, FETCH_WITHIN_S = 0.005, 1e-5, 4.0
 # Intervals at which an agent sends load, waits for more events, and saves its state, s.
 LOAD_S, EVENTS_S, SAVE_S = 0.5, 0.02, 2.0
+# Maximum context length, in tokens.
+CONTEXT = 4_096
+# First token of prompts that every engine rejects, and of those that kill the engine that runs them.
+BAD, POISON = 60_000, 60_001
+# How long after it was started an engine runs a poisonous prompt until it dies, s.
+DIES_AFTER_S = 0.1
+# Number of tokens of a stream after which an engine stalls.
+STALLS_AFTER = 3
+# Types of the weights, by dialect.
+DTYPES = ("bfloat16", "float16")
+# Absurd values of gauges.
+ABSURD = 1 << 31
+
+
+@dataclass(slots=True)
+class Traits:
+    """What an engine has in its pool alone."""
+
+    dialect: int = 0
+    """Engines of different dialects answer with different tokens, and cannot read each other's KV. Their identities differ."""
+    context: int = CONTEXT
+    adapters: tuple[str, ...] = ()
+    silent_events: bool = False
+    """It has announced KV events, and sends none."""
+
+
+@dataclass(slots=True)
+class Illness:
+    """What is wrong with an engine for a time. A hung one is a stopped node."""
+
+    status: int = 0
+    """HTTP status with which it answers everything; 0: none."""
+    slowness: float = 1.0
+    """By what its work takes longer."""
+    stalls: bool = False
+    """Streams stop after some tokens."""
+    load: str = ""
+    """What its gauges are: "missing", or "absurd"."""
+    events: str = ""
+    """What happens to its KV events: they are "dropped", "contradicting" (removed blocks are not told) or "undecodable", which
+    its agent tells."""
 
 
 class Engine:
@@ -41,8 +84,17 @@ class Engine:
         layerwise: bool,
         tells: bool = True,
         capacity_blocks: int = CAPACITY_BLOCKS,
+        traits: Traits | None = None,
     ) -> None:
         self._network = network
+        self.traits = traits or Traits()
+        self.ill = Illness()
+        self.on_request: Callable[[Engine, list[int]], None] = lambda engine, tokens: None
+        """Called with the first prompt of each request that arrives."""
+        self.on_poison: Callable[[Engine, list[int]], None] = lambda engine, tokens: engine.kill()
+        """Called when a prompt is to kill the engine."""
+        self.answered_at = -inf
+        """When it sent the last token of a stream or whole answer, s on the loop's clock."""
         self.tells = tells
         """Whether it tells the ids of its answers, and goes on with those of others."""
         self.layerwise = layerwise
@@ -62,6 +114,10 @@ class Engine:
         self.queries = self.hits = self.generated = 0
         self.unreadable: float | None = None
         """Since when its page of metrics cannot be read, s on the loop's clock; None: it can."""
+        self.lied = False
+        """Whether the KV events of the current process have lied."""
+        self.started_at = 0.0
+        """When the current process was started, s on the loop's clock."""
         self.start()
 
     def start(self) -> None:
@@ -73,6 +129,8 @@ class Engine:
         self.news.set()
         self.cache = OrderedDict()
         self.running = 0
+        self.lied = self.traits.silent_events or bool(self.ill.events)
+        self.started_at, self.answered_at = asyncio.get_running_loop().time(), -inf
 
     @property
     def up(self) -> bool:
@@ -107,32 +165,56 @@ class Engine:
         if asked["model"] == RELEASE_MODEL:
             if (source := self._engine_of(transfer)) is not None:
                 source.kept.discard(transfer["transfer_id"])
-            _whole(reply, 404, {"error": {"message": "no such model", "code": 404}})
+            _refuse(reply, 404, "no such model")
             return
-        self.running += 1
+        prompts = asked["prompt"] if isinstance(asked["prompt"][0], list) else [asked["prompt"]]
+        self.on_request(self, prompts[0])
+        if status := self.ill.status or self._refusal(asked, prompts):
+            _refuse(reply, status, "no")
+            return
+        sequences = len(prompts) * asked.get("n", 1)
+        self.running += sequences
         life = self.lives
         try:
-            await self._answer(asked, transfer, reply)
+            if prompts[0][0] == POISON:
+                await asyncio.sleep(DIES_AFTER_S)
+                self.on_poison(self, prompts[0])
+                return
+            await self._answer(asked, prompts, transfer, reply)
         finally:
             if life == self.lives:
-                self.running -= 1
+                self.running -= sequences
 
-    async def _answer(self, asked: dict[str, Any], transfer: dict[str, Any], reply: Any) -> None:
-        output, answer = asked["max_tokens"], answer_to(asked["prompt"], asked["max_tokens"])
+    def _refusal(self, asked: dict[str, Any], prompts: list[list[int]]) -> int:
+        """Return the status with which the engine refuses a request, rightly; 0: it does not."""
+        if asked["model"] not in (self.model, *self.traits.adapters):
+            return 404
+        return 400 if prompts[0][0] == BAD or max(map(len, prompts)) >= self.traits.context else 0
+
+    async def _answer(
+        self, asked: dict[str, Any], prompts: list[list[int]], transfer: dict[str, Any], reply: Any
+    ) -> None:
+        output, ill = asked["max_tokens"], self.ill
+        answers = answers_to(prompts, asked.get("n", 1), output, self.traits.dialect)
+        answer = answers[0]
         continued = begun_answer(asked) if self.tells and asked.get("stream") else None
         begun = continued.ids if continued is not None else ()
         assert list(begun) == answer[: len(begun)], "what the client has is another answer"
-        tokens = [*asked["prompt"], *begun]
-        names = [key ^ 1 for key in extend_keys(root_key(self.model), tokens)]
+        tokens = [*prompts[0], *begun]
+        lora = "" if asked["model"] == self.model else asked["model"]
+        names = [key ^ 1 for key in extend_keys(root_key(self.model, lora), tokens)]
         whole = (len(tokens) - 1) // KEY_TOKENS
         cached = next((at for at, name in enumerate(names[:whole]) if name not in self.cache), whole)
         if transfer.get("do_remote_prefill"):
             if not await self._fetch(transfer, len(tokens)):
-                _whole(reply, 500, {"error": {"message": "the KV did not come", "code": 500}})
+                _refuse(reply, 500, "the KV did not come")
                 return
             cached = whole
-        await asyncio.sleep((len(tokens) - cached * KEY_TOKENS) * TOKEN_S * max(self.running, 1))
-        self._store(tokens, names)
+        new = len(tokens) - cached * KEY_TOKENS + sum(map(len, prompts[1:]))
+        await asyncio.sleep(new * TOKEN_S * max(self.running, 1) * ill.slowness)
+        self._store(tokens, names, lora)
+        for prompt in prompts[1:]:
+            self._store(prompt, [key ^ 1 for key in extend_keys(root_key(self.model, lora), prompt)], lora)
         if transfer.get("do_remote_decode"):
             self.kept.add(transfer["transfer_id"])
         if asked.get("stream"):
@@ -140,17 +222,22 @@ class Engine:
             if begun:
                 reply.write(b":\n\n")
         for at in range(len(begun), output):
-            await asyncio.sleep(OUTPUT_S)
+            await asyncio.sleep(OUTPUT_S * ill.slowness)
             if asked.get("stream"):
+                while self.ill.stalls and at - len(begun) >= STALLS_AFTER:  # noqa: ASYNC110 - in virtual time
+                    await asyncio.sleep(1.0)
                 last = at + 1 == output
-                event = _event({"choices": [_choice("length" if last else None, answer[at])]})
-                reply.write(event if continued is None else with_comment(answer[at : at + 1], event, complete=last))
+                for index, one in enumerate(answers):
+                    event = _event({"choices": [_choice("length" if last else None, one[at], index)]})
+                    reply.write(event if continued is None else with_comment(one[at : at + 1], event, complete=last))
+                self.answered_at = asyncio.get_running_loop().time()
+        self.answered_at = asyncio.get_running_loop().time()
         self.queries += len(tokens)
         self.hits += cached * KEY_TOKENS
         self.generated += output - len(begun)
         usage = {
-            "prompt_tokens": len(asked["prompt"]),
-            "completion_tokens": output,
+            "prompt_tokens": sum(map(len, prompts)),
+            "completion_tokens": output * len(answers),
             "prompt_tokens_details": {"cached_tokens": cached * KEY_TOKENS},
         }
         if asked.get("stream"):
@@ -160,7 +247,8 @@ class Engine:
             reply.write(end if continued is None else with_comment((), end, complete=True))
             reply.end()
         else:
-            _whole(reply, 200, {"choices": [_choice("length")], "usage": usage})
+            choices = [_choice("length", index=index) for index in range(len(answers))]
+            _whole(reply, 200, {"choices": choices, "usage": usage})
 
     async def _fetch(self, transfer: dict[str, Any], tokens: int) -> bool:
         """Wait for another engine's KV; return whether it came."""
@@ -168,6 +256,7 @@ class Engine:
         gives_up = loop.time() + FETCH_WITHIN_S
         while (source := self._engine_of(transfer)) is not None and loop.time() < gives_up:
             if transfer["transfer_id"] in source.kept:
+                assert source.traits.dialect == self.traits.dialect, "the KV is of another identity"
                 await asyncio.sleep(TRANSFER_S + tokens * TRANSFER_TOKEN_S)
                 source.kept.discard(transfer["transfer_id"])
                 return source.node.alive
@@ -180,7 +269,7 @@ class Engine:
             (peer for peer in self.peers if peer.up and peer.incarnation == transfer.get("remote_engine_id")), None
         )
 
-    def _store(self, tokens: list[int], names: list[int]) -> None:
+    def _store(self, tokens: list[int], names: list[int], lora: str = "") -> None:
         first = next((at for at, name in enumerate(names) if name not in self.cache), len(names))
         # Blocks after an evicted block are computed anew, and their first copies are removed.
         gone = [name for name in names[first:] if name in self.cache]
@@ -189,32 +278,50 @@ class Engine:
             self.cache.move_to_end(name)
         gone += [self.cache.popitem(last=False)[0] for _ in range(len(self.cache) - self.capacity_blocks)]
         if gone:
-            self.log.append(BlockRemoved(block_hashes=list(gone), medium="GPU"))
+            self._publish(BlockRemoved(block_hashes=list(gone), medium="GPU"))
         self.news.set()
         if first < len(names):
-            self.log.append(
+            self._publish(
                 BlockStored(
                     block_hashes=list(names[first:]),
                     parent_block_hash=names[first - 1] if first else None,
                     token_ids=tokens[first * KEY_TOKENS : len(names) * KEY_TOKENS],
                     block_size=KEY_TOKENS,
                     medium="GPU",
+                    lora_name=lora or None,
                 )
             )
 
+    def _publish(self, event: Event) -> None:
+        if self.traits.silent_events or self.ill.events in ("dropped", "undecodable"):
+            return
+        if self.ill.events == "contradicting" and isinstance(event, BlockRemoved):
+            return  # So the agent has blocks that the engine has not.
+        self.log.append(event)
 
-def answer_to(prompt: list[int], output: int) -> list[int]:
-    """Return the token ids of every engine's answer to a prompt. The text of a token is its id."""
-    first = sum(prompt) + len(prompt)
-    return [(first + 7 * at) % 1_000 for at in range(output)]
+
+def answers_to(prompts: list[list[int]], n: int, output: int, dialect: int = 0) -> list[list[int]]:
+    """Return the token ids of the `n` answers to each prompt, by their index, from an engine of a dialect. The text of a token is
+    its id."""
+    firsts = [sum(prompt) + len(prompt) + 13 * number + 500 * dialect for prompt in prompts for number in range(n)]
+    return [[(first + 7 * at) % 1_000 for at in range(output)] for first in firsts]
 
 
-def _choice(finish_reason: str | None, token: int = 0) -> dict[str, Any]:
-    return {"index": 0, "text": f"{token}", "finish_reason": finish_reason}
+def _choice(finish_reason: str | None, token: int = 0, index: int = 0) -> dict[str, Any]:
+    return {"index": index, "text": f"{token}", "finish_reason": finish_reason}
 
 
 def _event(chunk: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode({"id": "x", "object": "text_completion", **chunk}) + b"\n\n"
+
+
+def _refuse(reply: Any, status: int, message: str) -> None:
+    if status == 200:  # a proxy's page
+        reply.start(status, "text/html")
+        reply.write(b"<html>")
+        reply.end()
+        return
+    _whole(reply, status, {"error": {"message": message, "code": status}})
 
 
 def _whole(reply: Any, status: int, body: dict[str, Any]) -> None:
@@ -230,10 +337,13 @@ class Agent:
         self._name, self._network, self._engines, self._routers = name, network, engines, routers
         self._disk: dict[str, tuple[SavedState, int]] = {}
         self.node = Node(name)
+        self.on_start: Callable[[], None] = lambda: None
+        """Called when a process starts."""
 
     def start(self) -> None:
         """Start a new agent process."""
         self.node = Node(self._name)
+        self.on_start()
         for engine in self._engines:
             self.node.spawn(self._watch(engine))
 
@@ -285,7 +395,9 @@ class _Watched:
             served_names=[engine.model],
             block_size=KEY_TOKENS,
             kv_capacity_tokens=engine.capacity_blocks * KEY_TOKENS,
-            max_model_len=4_096,
+            max_model_len=engine.traits.context,
+            lora_names=engine.traits.adapters,
+            identity=pb.EngineIdentity(dtype=DTYPES[engine.traits.dialect]),
             prefix_mode=pb.PREFIX_MODE_EXACT,
             kv_transfer=pb.KvTransfer(
                 protocol=pb.KV_PROTOCOL_MOONCAKE, bootstrap_url=engine.url, layerwise=engine.layerwise
@@ -332,10 +444,25 @@ class _Watched:
         return bool(new) and self.cached_blocks.apply(new)
 
     def _load(self) -> pb.Load:
-        engine = self._engine
+        engine, ill = self._engine, self._engine.ill
+        trouble = "a batch cannot be decoded" if ill.events == "undecodable" else ""
+        if ill.load == "missing":
+            every = ("running", "waiting", "kv_usage", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
+            return pb.Load(healthy=engine.node.alive, unknown=every, events_problem=trouble)
+        if ill.load == "absurd":
+            return pb.Load(
+                running=ABSURD,
+                waiting=ABSURD,
+                kv_usage=1.0,
+                generation_tokens=ABSURD,
+                prefix_cache_hits=ABSURD,
+                preemptions=ABSURD,
+                healthy=engine.node.alive,
+            )
         return pb.Load(
             running=engine.running,
             healthy=engine.node.alive,
+            events_problem=trouble,
             generation_tokens=engine.generated,
             prefix_cache_queries=engine.queries,
             prefix_cache_hits=engine.hits,

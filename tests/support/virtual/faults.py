@@ -31,7 +31,7 @@ def _dies(group: str) -> Fault:
             return f"{name} is dead already"
         world.disturbances.note(name, for_s)
         process.kill()
-        asyncio.get_running_loop().call_later(for_s, process.start)
+        asyncio.get_running_loop().call_later(for_s, lambda: process.up or process.start())
         return f"{name} dies"
 
     return die
@@ -131,7 +131,7 @@ def _cut(ones: str, others: str) -> Fault:
     return cut
 
 
-def _metrics_fail(world: World, for_s: float) -> str:
+def metrics_fail(world: World, for_s: float) -> str:
     """An engine answers requests, and its page of metrics does not come. That disturbs nothing."""
     engine = world.engines[world.rng.choice(sorted(world.engines))]
     loop = asyncio.get_running_loop()
@@ -172,11 +172,13 @@ def operators_ask(world: World, for_s: float) -> str:
     return "operators ask what-if"
 
 
+agent_dies = _dies("agents")
+
 FAULTS: tuple[Fault, ...] = (
     _dies("routers"),
     _router_ends,
     _dies("gateways"),
-    _dies("agents"),
+    agent_dies,
     _dies("engines"),
     _drains,
     _cut("gateways", "routers"),
@@ -192,7 +194,7 @@ FAULTS: tuple[Fault, ...] = (
     _stops("gateways"),
     _stops("agents"),
     _stops("engines"),
-    _metrics_fail,
+    metrics_fail,
     _clock_jumps("routers"),
     _clock_jumps("gateways"),
     _clock_jumps("agents"),

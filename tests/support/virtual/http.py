@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+import grpc
 import msgspec
 
 from pointsman_gateway.io.engines.engine_client import Upstream
@@ -13,6 +14,9 @@ from pointsman_gateway.io.engines.engine_connection import UpstreamError, Upstre
 from pointsman_gateway.io.settings import GatewaySettings
 from tests.support.virtual.engines import Engine
 from tests.support.virtual.network import Ended, Network, Node, Pipe, here
+
+# Maximum silence within an answer, and interval of the sweep that looks for it, s.
+IDLE_S, SWEEP_S = 12.0, 2.0
 
 
 class Connection:
@@ -25,6 +29,8 @@ class Connection:
         self.client, self.server = here(), engine.node
         self.answer = UpstreamResponse(self)
         self.head = asyncio.get_running_loop().create_future()
+        self.heard_at = 0.0
+        """When the last piece of the answer came, s on the loop's clock; 0: none has."""
         self._down = Pipe(network, self.server, self.client)
         self._serving: asyncio.Task[None] | None = None
         network.calls[self] = None
@@ -37,6 +43,7 @@ class Connection:
     async def _read(self) -> None:
         while not isinstance(item := await self._down.get(), Ended):
             status, piece = msgspec.msgpack.decode(item)
+            self.heard_at = asyncio.get_running_loop().time()
             if self.head.cancelled():
                 continue  # the caller does not wait any more
             if status:
@@ -46,7 +53,7 @@ class Connection:
             else:
                 self.answer.take(piece) if self.answer.sink is None else self.answer.sink(piece)
         self._network.calls.pop(self, None)
-        error = UpstreamError(item.details) if item.details else None
+        error = UpstreamError(item.details, broke=item.code is grpc.StatusCode.UNAVAILABLE) if item.details else None
         self.answer.end(error)
         if not self.head.done():
             self.head.set_exception(error or UpstreamError("no answer"))
@@ -90,7 +97,7 @@ class Connection:
         self._network.calls.pop(self, None)
         if self._serving is not None:
             self._serving.cancel()
-        self._down.end(Ended(details="connection lost"))
+        self._down.end(Ended(grpc.StatusCode.UNAVAILABLE, "connection lost"))
 
     def flush(self) -> None:
         """Deliver what a cut has held."""
@@ -104,6 +111,16 @@ class ConnectionPool:
         self._network = network
         self._engines = {engine.url: engine for engine in engines.values()}
         self._gateway: Node = here()
+        self._gateway.spawn(self._sweep())
+
+    async def _sweep(self) -> None:
+        """Fail the answers that are silent for too long, as the HTTP client does."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            before = asyncio.get_running_loop().time() - IDLE_S
+            for one in [call for call in self._network.calls if call.client is self._gateway]:
+                if isinstance(one, Connection) and one.heard_at and one.heard_at < before:
+                    one.give_up("went silent")
 
     def lost(self, url: str) -> None:
         """Do nothing: connections to a dead engine break at once."""

@@ -1,18 +1,22 @@
-"""Invariants of a fleet, besides each router's own: of held requests, leases and turns of the event loop, and at rest."""
+"""Invariants of a fleet, besides each router's own: of held requests, leases and turns of the event loop, of ill engines, and at
+rest."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
-from math import inf
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import inf, log2
 from typing import Any
 
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.engine_life import OVERDUE_S
 from pointsman_router.core.placement_types import InstanceState
 from pointsman_router.core.requests.held_requests import ENDS_PAUSE_S, TRIES_ON_TICK
 from pointsman_router.core.router_state import RouterState
 from pointsman_router.io.router import TICK_S
+from tests.support.virtual.engines import DTYPES, POISON, Engine
 from tests.support.virtual.network import Node
 from tests.support.virtual.store import NAME as REDIS
 
@@ -30,6 +34,18 @@ TICK_SLACK_S = 0.25
 # How long owners may take to read or rewrite their pools' sessions, s: a million of them, in pages of 128 with pauses for others,
 # takes up to 90 s, and two owners may do it one after the other (a router that returns gets its pools handed over).
 PAGED_S = 240
+# How many requests an engine that hangs may lose until it is out, and how late the router may see that a first byte is overdue,
+# s: gateways tell of bytes every other second.
+LOST, SEEN_WITHIN_S = 3, 3.5
+# Maximum predicted time of a first byte, s. Prompts and answers take less than 2 s on a well engine that has a few.
+MOST_PREDICTED_S = 20.0
+# Within how many requests of its pool an engine that answers one status to everything is known, and its share of those after
+# them. One request at a time is on trial besides, after pauses that double.
+KNOWN_WITHIN, SHARE, TRIALS = 20, 0.05, 3
+# How many engines a request may kill.
+KILLED = 2
+# How long ago an engine that is well has answered at most, and how long after an illness or a start it may be put out, s.
+ANSWERED_S, EXCUSED_S = 5.0, 15.0
 
 
 class InvariantViolation(AssertionError):
@@ -88,6 +104,182 @@ class LeaseWatch:
         return not node.alive or late_s >= LATE_S or self._disturbances.any(node.name, given, now)
 
 
+@dataclass(slots=True)
+class _Ill:
+    """An engine's last illness. Times in s. `placed`: requests of its pool since it began, while another engine was well, those
+    of them at the engine. `known`: the same when KNOWN_WITHIN requests had come, with the time."""
+
+    since: float
+    hung: bool
+    answers_status: bool
+    until: float = inf
+    lost: tuple[str, int] = ("", 0)  # incarnation as the router knows it, and its lost requests
+    placed: tuple[int, int] = (0, 0)
+    known: tuple[int, int, float] = (0, 0, inf)
+
+
+@dataclass
+class LifeWatch:
+    """Checks what routers do with ill engines, and where requests go that kill engines.
+
+    `all_checks`: nothing befalls the fleet but illnesses of engines, requests that are the client's fault, and deaths of engines
+    and agents. Otherwise only requests that kill engines are checked.
+    """
+
+    engines: Mapping[str, Engine]
+    violate: Callable[[str], None]
+    all_checks: bool
+    agent_started_at: float = 0.0
+    """When the last agent was started, s: what routers learn from it may be older."""
+    _ill: dict[str, _Ill] = field(default_factory=dict)
+    _killed: dict[int, set[str]] = field(default_factory=dict)
+    # Request -> the instance that it was placed on, until its first token or end.
+    _at: dict[str, str] = field(default_factory=dict)
+
+    def fell_ill(self, engine: Engine, *, hung: bool = False, answers_status: bool = False) -> None:
+        """Note that an engine falls ill, such that routers may put it out."""
+        self._ill[engine.instance_id] = _Ill(asyncio.get_running_loop().time(), hung, answers_status)
+
+    def recovered(self, engine: Engine) -> None:
+        """Note that an engine is well again."""
+        self._ill[engine.instance_id].until = asyncio.get_running_loop().time()
+
+    def is_well(self, engine: Engine) -> bool:
+        """Return whether an engine runs and is not ill, but for lies."""
+        ill = self._ill.get(engine.instance_id)
+        return engine.up and (ill is None or ill.until < inf)
+
+    def _was_ill(self, engine: Engine, now: float) -> bool:
+        ill = self._ill.get(engine.instance_id)
+        return ill is not None and now < ill.until + EXCUSED_S
+
+    def arrived(self, engine: Engine, tokens: list[int]) -> None:
+        """Check a request's way: no engine gets it after it killed KILLED."""
+        if tokens[0] == POISON and len(killed := self._killed.get(tokens[1], set())) >= KILLED:
+            self.violate(f"{engine.instance_id} got a request that had killed {sorted(killed)}")
+
+    def died(self, engine: Engine, tokens: list[int]) -> None:
+        """Note that a request has killed an engine."""
+        self._killed.setdefault(tokens[1], set()).add(engine.instance_id)
+
+    def handled(self, router: Any, event: ev.Event, effects: list[ev.Effect]) -> None:
+        """Check what a router has made of an event."""
+        if not self.all_checks:
+            return
+        now = asyncio.get_running_loop().time()
+        for effect in effects:
+            match effect:
+                case ev.Placed():
+                    self._placed(router, effect, now)
+                case ev.Refused(code="UNAVAILABLE" | "NOT_FOUND", not_serving=False) if isinstance(
+                    event, ev.PlaceRequested
+                ):
+                    if could := self._could(event.request, now):
+                        self.violate(f"{effect.request_id} was refused, though {could} answer: {effect.message}")
+                case ev.LifeChanged(out=True):
+                    self._put_out(effect, now)
+        report = event.report if isinstance(event, ev.GatewayReported) else event
+        if isinstance(report, ev.FirstToken | ev.Finished):
+            instance_id = self._at.pop(report.request_id, "")
+            if isinstance(report, ev.Finished) and report.outcome == "FAILED" and instance_id:
+                self._lost(router, instance_id, now)
+        if isinstance(event, ev.Tick):
+            self._check_silence(router, now)
+            self._check_trust(router)
+
+    def unknown(self, model: str) -> None:
+        """Check that a gateway which does not know a model need not: none of its engines has answered lately."""
+        now = asyncio.get_running_loop().time()
+        if self.all_checks and (answer := [engine.instance_id for engine in self._answering(model, now)]):
+            self.violate(f"a request for {model} was refused, though {answer} answer")
+
+    def _answering(self, model: str, now: float) -> Iterator[Engine]:
+        """Return the engines that have been well for long, have answered lately, and have a model or an adapter. One that was
+        ill may have left the fleet, if its agent is gone, too."""
+        return (
+            engine
+            for engine in self.engines.values()
+            if model in (engine.model, *engine.traits.adapters)
+            and self.is_well(engine)
+            and not self._was_ill(engine, now)
+            and now - engine.answered_at < ANSWERED_S
+        )
+
+    def _could(self, asked: Any, now: float) -> list[str]:
+        """Return the well engines that have answered lately and may have a request."""
+        return [
+            engine.instance_id
+            for engine in self._answering(asked.model, now)
+            if engine.instance_id not in asked.exclude
+            and asked.context_tokens < engine.traits.context
+            and asked.begun_by.dtype in ("", DTYPES[engine.traits.dialect])
+        ]
+
+    def _placed(self, router: Any, placed: ev.Placed, now: float) -> None:
+        instance_id, pool = placed.step.instance_id, placed.decision.pool
+        self._at[placed.request_id] = instance_id
+        state = router.state.requests.placed(placed.request_id)
+        if state is None or placed.step_index:
+            return
+        could = self._could(state.request, now)
+        record = router.state.instances.get(instance_id)
+        into = [name for name in could if (one := router.state.instances.get(name)) is not None and not one.life.opened]
+        if into and record.life.opened and record.life.trial != placed.request_id:
+            self.violate(f"{placed.request_id} was placed on {instance_id}, which is out, though {into} answer")
+        for ill_id, ill in self._ill.items():
+            concerned = ill.answers_status and ill.until == inf and self.engines[ill_id].model == pool
+            if concerned and any(name != ill_id for name in could):
+                self._count(ill_id, ill, there=instance_id == ill_id, now=now)
+
+    def _count(self, ill_id: str, ill: _Ill, *, there: bool, now: float) -> None:
+        every, got = ill.placed = ill.placed[0] + 1, ill.placed[1] + there
+        if every == KNOWN_WITHIN:
+            ill.known = every, got, now
+        before, got_before, at = ill.known
+        if every <= KNOWN_WITHIN or not there:
+            return
+        if got - got_before > SHARE * (every - before) + TRIALS + log2(1.0 + now - at):
+            self.violate(
+                f"{ill_id} answers {self.engines[ill_id].ill.status} to everything, and got {got - got_before} of the "
+                f"{every - before} requests after the first {KNOWN_WITHIN}"
+            )
+
+    def _lost(self, router: Any, instance_id: str, now: float) -> None:
+        ill, record = self._ill.get(instance_id), router.state.instances.get(instance_id)
+        # What the engine sent before has arrived 1 s later.
+        if ill is None or not ill.hung or ill.until < inf or now < ill.since + 1.0 or record is None:
+            return
+        incarnation, before = ill.lost
+        lost = before + 1 if incarnation == record.info.incarnation else 1
+        ill.lost = record.info.incarnation, lost
+        if lost >= LOST and not record.life.opened:
+            self.violate(f"{instance_id} hangs and has lost {lost} requests, and is not out")
+
+    def _check_silence(self, router: Any, now: float) -> None:
+        for instance_id, ill in self._ill.items():
+            record = router.state.instances.get(instance_id)
+            if not ill.hung or ill.until < inf or record is None or record.life.opened:
+                continue
+            for waits in (record.life.streams, record.life.wholes):
+                for request_id, wait in waits.items():
+                    since = max(ill.since, self.agent_started_at)
+                    due = wait.placed_at + min(wait.predicted_s, MOST_PREDICTED_S), since + wait.alone_s
+                    if now > max(due) + OVERDUE_S + SEEN_WITHIN_S:
+                        waited = now - wait.placed_at
+                        self.violate(f"{instance_id} hangs, {request_id} waits for {waited:.1f} s, and it is in")
+
+    def _check_trust(self, router: Any) -> None:
+        for engine in self.engines.values():
+            record = router.state.instances.get(engine.instance_id)
+            if engine.traits.silent_events and record is not None and record.trust.proven:
+                self.violate(f"the events of {engine.instance_id} are trusted, and none has been sent")
+
+    def _put_out(self, changed: ev.LifeChanged, now: float) -> None:
+        engine = self.engines[changed.instance_id]
+        if engine.up and now >= engine.started_at + EXCUSED_S and not self._was_ill(engine, now):
+            self.violate(f"{changed.instance_id} is well, and was put out: {changed.reason}")
+
+
 def check_turn(node: Node, begun: float, seconds: float) -> str:
     """Return what is wrong with a router's turn, or ""; record the turn in `node.blocked`. Mutates."""
     node.blocked.append((begun, begun + seconds))
@@ -121,12 +313,14 @@ def check_held(state: RouterState, ticked_at: float, now: float) -> None:
         if not held.for_room:
             continue  # its policy holds it
         members = state.instances.members(held.pool, held.request.model)
+        unfit = state.views._unfit(held.request, held.pool)
         for snapshot in state.views._snapshots(members, now):
             candidate = snapshot.candidate
             free = (
                 not candidate.excluded
                 and not candidate.produces_only
                 and candidate.instance_id not in held.request.exclude
+                and not (unfit is not None and unfit(candidate.traits))
             )
             if free and not candidate.num_requests:
                 raise InvariantViolation(
@@ -222,6 +416,8 @@ def _check_router(world: Any, router: Any) -> None:
         if record is None or record.info.incarnation != engine.incarnation:
             raise InvariantViolation(f"{name} does not know {engine.incarnation}")
         _equal(record.state, InstanceState.READY, f"{engine.instance_id} at {name}")
+        if engine.lied:
+            continue
         missing = [key for key in engine.cached_keys() if not state.index.holds(engine.instance_id, key)]
         _equal(missing, [], f"blocks of {engine.instance_id} that {name} does not know")
         _equal(state.index.count(engine.instance_id), len(engine.cache), f"blocks of {engine.instance_id} at {name}")

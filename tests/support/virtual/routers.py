@@ -40,6 +40,8 @@ class CheckedRouter(Router):
 
     def submit(self, event: ev.Event) -> list[ev.Effect]:
         """Handle an event as Router does, with charge and checks."""
+        if not self._node.alive:
+            return []  # A timer of a dead process.
         passes = isinstance(event, ev.Tick)
         if passes:
             before, self._ticked_at = self._ticked_at, time.monotonic()
@@ -49,6 +51,7 @@ class CheckedRouter(Router):
         if passes:
             invariants.check_held(self.state, self._ticked_at, time.monotonic())
         invariants.check_placed_by_one(self._world, self, effects)
+        self._world.lives.handled(self, event, effects)
         self._events += 1
         if self._world.check_each and not self._events % self._world.check_each:
             self.state.check_invariants()

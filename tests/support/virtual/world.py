@@ -9,6 +9,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,6 +29,7 @@ from pointsman_gateway.core.request.continuation import Continuations
 from pointsman_gateway.core.request.prepare import set_keys
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import RequestTimeouts
+from pointsman_gateway.core.request.transfer_params import transfer_obstacle
 from pointsman_gateway.core.session_ends import SessionEnds
 from pointsman_gateway.core.tenants import ANYONE
 from pointsman_gateway.core.tokens.token_cache import TokenCache
@@ -41,11 +43,11 @@ from tests.support.virtual import invariants
 from tests.support.virtual import store as virtual_store
 from tests.support.virtual.charging import PREBUILT, PREBUILT_SESSIONS, Charges
 from tests.support.virtual.costs import AS_BUILT, Declared
-from tests.support.virtual.engines import CAPACITY_BLOCKS, Agent, Engine, answer_to
+from tests.support.virtual.engines import BAD, CAPACITY_BLOCKS, CONTEXT, POISON, Agent, Engine, Traits, answers_to
 from tests.support.virtual.http import ResponseWriter, upstream
-from tests.support.virtual.invariants import Disturbances, InvariantViolation, LeaseWatch
+from tests.support.virtual.invariants import Disturbances, InvariantViolation, LeaseWatch, LifeWatch
 from tests.support.virtual.loop import VirtualLoop
-from tests.support.virtual.network import Channel, Network, Node
+from tests.support.virtual.network import NETWORK_CONTEXT, Channel, Network, Node
 from tests.support.virtual.routers import LEASE_S, CheckedRouter, RouterNode
 
 MODELS = ("m", "n")
@@ -59,8 +61,31 @@ POLICIES = ("unified", "foresight", "lmetric", "round_robin", "elastic")
 # Begin of the names of sessions that have one request, which is their last.
 LAST = "last-"
 _TEXT = re.compile(r'"text":"(\d+)"')
-# Statuses of an answer that was broken off, and of one that its client did not wait for.
-BROKEN_OFF, NONE = 1, 0
+_INDEX = re.compile(r'"index":(\d+)')
+# Statuses of an answer that was broken off, of one that its client did not wait for, and of any error that is the client's fault.
+BROKEN_OFF, NONE, REJECTED = 1, 0, 2
+# In a world with ill engines: number of engines, and probabilities of requests that engines reject, that kill them, that have
+# several prompts or answers, and that are for an adapter.
+ILL_ENGINES, BAD_SHARE, POISON_SHARE, SEVERAL_SHARE, ADAPTER_SHARE = 6, 0.04, 0.008, 0.1, 0.1
+# Timeouts of a first byte in such a world, s. The longer one lets routers see that an engine is silent.
+FIRST_BYTE_S = (6.0, 30.0)
+# Name of an adapter of the first pool that only some of its engines have, in such a world.
+ADAPTER = "m-adapter"
+# How long after its death by a poisonous prompt an engine starts anew, s.
+RESTARTS_AFTER_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a client asks for."""
+
+    model: str
+    prompts: list[list[int]]
+    session: str
+    output: int
+    n: int = 1
+    bad: bool = False
+    """Whether engines reject it, or die of it."""
 
 
 class GatewayNode:
@@ -104,8 +129,8 @@ class GatewayNode:
             releases=KvReleases(up, lambda _: None),
             pools=pools,
             telemetry=GatewayMetrics(TokenCache(1 << 20)),
-            timeouts=DEADLINES,
-            whole_timeouts=DEADLINES,
+            timeouts=self._world.timeouts,
+            whole_timeouts=self._world.timeouts,
             breakdown=LineLog(None),
             expose_placement=True,
             mark_session_ends=False,
@@ -136,9 +161,18 @@ class GatewayNode:
     async def begin_session(self, session: str, model: str, tokens: list[int], output: int) -> int:
         """Send the first request of a session; return the status of its answer, NONE if the gateway died before."""
         self._sent += 1
-        work = self.node.spawn(self._answer(f"{self.name}-{self._sent}", model, tokens, session, output, 0.0))
+        asked = Asked(model, [tokens], session, output)
+        work = self.node.spawn(self._answer(f"{self.name}-{self._sent}", asked, 0.0))
         await asyncio.wait([work])
         return NONE if work.cancelled() else work.result()
+
+    async def ask_badly(self, model: str, *, poison: bool) -> int:
+        """Send a request that kills the engines which run it (`poison`), or that engines reject."""
+        self._sent += 1
+        tokens = self._world.prompt()[1]
+        asked = Asked(model, [self._world.poison(tokens) if poison else [BAD, *tokens]], "", 8, bad=True)
+        status: int = await self.node.spawn(self._answer(f"{self.name}-{self._sent}", asked, 0.0))
+        return status
 
     async def ask(self, leaves_after_s: float = 0.0, needs_within_s: float = 0.0) -> int:
         """Send a client's request; return the status of its answer, NONE if there was none.
@@ -146,16 +180,12 @@ class GatewayNode:
         `leaves_after_s`: the client disconnects then (0: it stays). `needs_within_s`: TTFT deadline (0: none). Raises
         InvariantViolation if there is no answer after ANSWERED_WITHIN_S.
         """
-        rng = self._world.rng
         self._sent += 1
-        model, tokens, session = self._world.prompt()
+        asked = self._world.asked()
         if is_last := _is_last(f"{self.name}-{self._sent}"):
-            session = session if not session or self._sent % 2 else f"{LAST}{self.name}-{self._sent}"
-        work = self.node.spawn(
-            self._answer(
-                f"{self.name}-{self._sent}", model, tokens, session, rng.randint(1, 40), needs_within_s, is_last=is_last
-            )
-        )
+            session = asked.session if not asked.session or self._sent % 2 else f"{LAST}{self.name}-{self._sent}"
+            asked = replace(asked, session=session)
+        work = self.node.spawn(self._answer(f"{self.name}-{self._sent}", asked, needs_within_s, is_last=is_last))
         loop = asyncio.get_running_loop()
         began = loop.time()
         done, _ = await asyncio.wait([work], timeout=leaves_after_s or ANSWERED_WITHIN_S)
@@ -169,47 +199,57 @@ class GatewayNode:
     async def _answer(
         self,
         request_id: str,
-        model: str,
-        tokens: list[int],
-        session: str,
-        output: int,
+        asked: Asked,
         needs_within_s: float,
         *,
         is_last: bool = False,
     ) -> int:
-        shared = self._shared
-        if shared is None or model not in self._states:
+        shared, model, session = self._shared, asked.model, asked.session
+        pool = MODELS[0] if model == ADAPTER else model
+        if shared is None or (state := self._states.get(pool)) is None:
+            if shared is not None:
+                self._world.lives.unknown(model)
             return 503
         stream = self._world.rng.random() < 0.5
-        body = msgspec.json.encode({"model": model, "prompt": tokens, "max_tokens": output, "stream": stream})
+        several = len(asked.prompts) > 1
+        tokens = asked.prompts[0]
+        fields: dict[str, Any] = {"model": model, "prompt": asked.prompts if several else tokens}
+        fields |= {"max_tokens": asked.output, "stream": stream} | ({"n": asked.n} if asked.n > 1 else {})
+        call = parse(Endpoint.COMPLETION, msgspec.json.encode(fields))
+        obstacle = transfer_obstacle(call)
         placement = placement_pb2.PlacementRequest(
             request_id=request_id,
             model=model,
             session_id=session,
-            input_tokens=len(tokens),
-            max_output_tokens=output,
-            sliceable_tokens=len(tokens),
+            input_tokens=sum(map(len, asked.prompts)),
+            longest_prompt_tokens=max(map(len, asked.prompts)),
+            max_output_tokens=asked.output,
+            sliceable_tokens=0 if several else len(tokens),
+            single_instance=bool(obstacle),
             tenant=self._world.rng.choice("ab") if not session else "a",
             # 4 is a class that only a newer gateway could send.
             priority=self._world.rng.randrange(5),  # type: ignore[arg-type]
             weight=self._world.rng.randrange(4),
             parkable=True,
         )
-        set_keys(placement, array("Q", prompt_keys(tokens, model)))
+        if call.sequences > 1:
+            placement.sequences, placement.sequence_tokens = call.sequences, placement.input_tokens * asked.n
+        lora = "" if model == pool else model
+        set_keys(placement, array("Q", prompt_keys(tokens, pool, lora)))
         writer: Any = ResponseWriter()
         received_at = asyncio.get_running_loop().time()
         context = RequestContext(
             request_id=request_id,
             client_id=request_id,
-            call=parse(Endpoint.COMPLETION, body),
-            state=self._states[model],
-            lora="",
+            call=call,
+            state=state,
+            lora=lora,
             client=ANYONE,
             headers=Headers(),
             placement=placement,
-            transfer_obstacle="",
-            ids=array("I", tokens),
-            exact_tokens=len(tokens),
+            transfer_obstacle=obstacle,
+            ids=None if several else array("I", tokens),
+            exact_tokens=0 if several else len(tokens),
             upstream_headers={"X-Request-ID": request_id},
             received_at=received_at,
             key_charge=KeyCharge(),
@@ -224,10 +264,14 @@ class GatewayNode:
         except ApiRequestError as error:
             if error.status == 504 and not needs_within_s:
                 raise InvariantViolation(f"{request_id} was refused as too late: {error.message}") from None
-            return error.status
+            return REJECTED if asked.bad else error.status
         finally:
             self._last.discard(session)
-        return answer.status if answer is not None else _streamed(request_id, writer, answer_to(tokens, output))
+        if answer is not None:
+            return REJECTED if asked.bad else answer.status
+        dialects = {engine.traits.dialect for engine in self._world.engines.values() if engine.model == pool}
+        answers = [answers_to(asked.prompts, asked.n, asked.output, dialect) for dialect in dialects]
+        return _streamed(request_id, writer, answers)
 
 
 class World:
@@ -243,10 +287,14 @@ class World:
         capacity_blocks: int = CAPACITY_BLOCKS,
         router_settings: Mapping[str, Any] | None = None,
         check_each: int = 1,
+        ill: bool = False,
+        all_life_checks: bool = False,
     ) -> None:
         """Build a fleet of `engines` engines that stands for one of `declared` size, placed by `policy`.
 
-        An empty `policy` is drawn, and so is the size of the hold queue. `router_settings` replace those of the routers.
+        An empty `policy` is drawn, and so is the size of the hold queue. `router_settings` replace those of the routers. `ill`:
+        engines and clients' requests of several kinds are drawn, and there are ILL_ENGINES engines. `all_life_checks`: as
+        LifeWatch.all_checks.
         """
         self.router_settings = dict(router_settings or {})
         self.rng = rng
@@ -266,6 +314,11 @@ class World:
         self.policy = policy or rng.choice(POLICIES)
         self.queue_size = 256 if policy else rng.choice((2, 256))
         layerwise = rng.random() < 0.5
+        engines = ILL_ENGINES if ill else engines
+        self.odd_requests = ill
+        """Whether clients send requests that engines reject, that kill them, and so on."""
+        self.timeouts = replace(DEADLINES, first_byte_s=rng.choice(FIRST_BYTE_S)) if ill else DEADLINES
+        self._poisons = 0
         names = [f"e{at}:1" for at in range(engines)]
         self.engines = {
             name: Engine(
@@ -276,11 +329,14 @@ class World:
                 # One of a pool's engines has no connector package.
                 tells=at % ENGINES_OF_AGENT != 3,
                 capacity_blocks=capacity_blocks,
+                traits=traits,
             )
-            for at, name in enumerate(names)
+            for at, (name, traits) in enumerate(zip(names, self._traits(engines, ill=ill), strict=True))
         }
+        self.lives = LifeWatch(self.engines, self.violations.append, all_life_checks)
         for engine in self.engines.values():
             engine.peers = list(self.engines.values())
+            engine.on_request, engine.on_poison = self.lives.arrived, self._dies_of_poison
         self.routers = {address: RouterNode(self, address) for address in ROUTERS}
         self.gateways = {name: GatewayNode(self, name) for name in ("g0", "g1")}
         agents = max(engines // ENGINES_OF_AGENT, 2)
@@ -288,6 +344,8 @@ class World:
             f"a{at}": Agent(f"a{at}", self.network, list(self.engines.values())[at::agents], list(ROUTERS))
             for at in range(agents)
         }
+        for agent in self.agents.values():
+            agent.on_start = self._agent_started
         self.charges = Charges(
             loop, declared, pools=len(MODELS), engines=engines, as_it_is=capacity_blocks != CAPACITY_BLOCKS
         )
@@ -320,6 +378,33 @@ class World:
             for part in everything:
                 self.network.kill(part.node)
 
+    def _traits(self, engines: int, *, ill: bool) -> list[Traits]:
+        """Draw what each engine has alone. Of a pool's engines at least one has none of it but an adapter."""
+        traits = [Traits() for _ in range(engines)]
+        if ill:
+            rng = self.rng
+            traits[4].dialect, traits[5].dialect = int(rng.random() < 0.4), int(rng.random() < 0.4)
+            for at in (2, 3):
+                traits[at].context = rng.choice((CONTEXT, 200))
+            for at in (0, rng.choice((2, 4))):
+                traits[at].adapters = (ADAPTER,)
+            traits[rng.randrange(engines)].silent_events = rng.random() < 0.3
+        return traits
+
+    def _agent_started(self) -> None:
+        self.lives.agent_started_at = asyncio.get_running_loop().time()
+
+    def _dies_of_poison(self, engine: Engine, tokens: list[int]) -> None:
+        self.lives.died(engine, tokens)
+        # Not by a task of the engine, which dies.
+        asyncio.get_running_loop().call_later(RESTARTS_AFTER_S, self.restart, engine, context=NETWORK_CONTEXT)
+        engine.kill()
+
+    def restart(self, engine: Engine) -> None:
+        """Start a new process of an engine unless one runs."""
+        if not engine.up:
+            engine.start()
+
     def live_routers(self) -> list[CheckedRouter]:
         """Return the routers that run."""
         return [node.router for node in self.routers.values() if node.router is not None]
@@ -338,12 +423,37 @@ class World:
         tokens = self._texts[at][:length] + ([self.rng.randrange(1_000) for _ in range(40)] if own else [])
         return MODELS[at % 2], tokens, "" if own else f"s{at}"
 
+    def poison(self, tokens: list[int]) -> list[int]:
+        """Return a prompt that kills the engines which run it; its second token is its number."""
+        self._poisons += 1
+        return [POISON, self._poisons, *tokens]
+
+    def asked(self) -> Asked:
+        """Draw what a client asks for."""
+        rng = self.rng
+        model, tokens, session = self.prompt()
+        output = rng.randint(1, 40)
+        if not self.odd_requests:
+            return Asked(model, [tokens], session, output)
+        kind = rng.random()
+        if (kind := kind - BAD_SHARE) < 0.0:
+            return Asked(model, [[BAD, *tokens]], "", output, bad=True)
+        if (kind := kind - POISON_SHARE) < 0.0:
+            return Asked(model, [self.poison(tokens)], "", output, bad=True)
+        if (kind := kind - SEVERAL_SHARE) < 0.0:
+            others = [[rng.randrange(1_000) for _ in range(rng.randint(20, 100))] for _ in range(rng.randrange(3))]
+            return Asked(model, [tokens, *others], session, output, n=rng.choice((1, 2, 3)))
+        if kind < ADAPTER_SHARE and model == MODELS[0]:
+            return Asked(ADAPTER, [tokens], session and f"{session}-adapter", output)
+        return Asked(model, [tokens], session, output)
+
     def end_sessions(self) -> None:
         """End the sessions that all clients share, by one of the gateways."""
         client = self.gateways["g0"].client or self.gateways["g1"].client
         assert client is not None
         for at in range(len(self._texts)):
             client.end_session("a", f"s{at}")
+            client.end_session("a", f"s{at}-adapter")
 
     async def load(self, until: float) -> None:
         """Send clients' requests until `until`; return when all are answered. Some clients leave early, some have deadlines."""
@@ -364,17 +474,24 @@ def _is_last(request_id: str) -> bool:
     return crc32(request_id.encode()) % 2 == 0
 
 
-def _streamed(request_id: str, writer: ResponseWriter, answer: list[int]) -> int:
+def _streamed(request_id: str, writer: ResponseWriter, answers: list[list[list[int]]]) -> int:
     """Return 200 for a whole stream, BROKEN_OFF for one that reported its failure. Raises InvariantViolation for any other, and
-    for one with another text than `answer`."""
+    for one with other texts than all those of one of `answers`, which have the tokens of each sequence."""
     events = writer.body.decode().split("\n\n")[:-1]
     done = events.count("data: [DONE]")
-    texts = [int(found[1]) for event in events if (found := _TEXT.search(event))]
+    texts: list[list[int]] = [[] for _ in answers[0]]
+    for event in events:
+        if found := _TEXT.search(event):
+            index = _INDEX.search(event)
+            texts[int(index[1]) if index else 0].append(int(found[1]))
     failed = [event for event in events if '"error"' in event]
-    if texts != answer[: len(texts)]:
-        raise InvariantViolation(f"{request_id} got the tokens {texts}, not {answer}")
+    if not any(
+        all(text == tokens[: len(text)] for text, tokens in zip(texts, answer, strict=True)) for answer in answers
+    ):
+        raise InvariantViolation(f"{request_id} got the tokens {texts}, not {' or '.join(map(str, answers))}")
     if writer.aborted or (failed and writer.ended):
         return BROKEN_OFF
-    if failed or not writer.ended or (len(texts), done, events[-1]) != (len(answer), 1, "data: [DONE]"):
-        raise InvariantViolation(f"{request_id} got {len(texts)} tokens of {len(answer)}: {events[-2:]}")
+    whole = [len(text) for text in texts] == [len(tokens) for tokens in answers[0]]
+    if failed or not writer.ended or (whole, done, events[-1]) != (True, 1, "data: [DONE]"):
+        raise InvariantViolation(f"{request_id} got {texts} of {len(answers[0][0])} tokens each: {events[-2:]}")
     return 200

@@ -62,12 +62,13 @@ _MAYBE_IN_PROMPT = (
 
 class TransferError(Exception):
     """A KV transfer failed. The text contains no address. `instance_failed`: the failure of an instance is the cause. `refused`:
-    the instance answered 5xx."""
+    the instance answered 5xx. `broke`: the instance broke the connection."""
 
-    def __init__(self, text: str, *, instance_failed: bool = False, refused: bool = False) -> None:
+    def __init__(self, text: str, *, instance_failed: bool = False, refused: bool = False, broke: bool = False) -> None:
         super().__init__(text)
         self.instance_failed = instance_failed
         self.refused = refused
+        self.broke = broke
 
 
 @dataclass(frozen=True)

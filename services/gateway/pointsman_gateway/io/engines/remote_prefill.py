@@ -232,7 +232,8 @@ class RemotePrefill:
         try:
             return await self._upstream.post_for_body(step.target, path, body, headers)
         except UpstreamError as error:
-            raise kv.TransferError(error.text, instance_failed=error.instance_failed, refused=error.refused) from error
+            failed, refused, broke = error.instance_failed, error.refused, error.broke
+            raise kv.TransferError(error.text, instance_failed=failed, refused=refused, broke=broke) from error
 
 
 def _fetch(agreed: _Agreed) -> kv.KvTransferParams:

@@ -195,7 +195,7 @@ class EngineSteps:
         try:
             await (self._remote_prefill.prefill(step) if step.kv_target is not None else self._slice(step))
         except TransferError as error:
-            return PrefillEnded(str(error), error.instance_failed, error.refused)
+            return PrefillEnded(str(error), error.instance_failed, error.refused, broke=error.broke)
         except UpstreamError as error:
             return PrefillEnded(error.text, error.instance_failed, error.refused, broke=error.broke)
         return PrefillEnded()
@@ -207,6 +207,8 @@ class EngineSteps:
             raise TransferError("tokens unknown")
         path, body = slice_request(context.call, context.ids[: step.prefill_tokens].tolist())
         answer = await self._shared.upstream.post_for_body(step.target, path, body, context.headers_of(step))
+        if not has_json_form(answer):
+            raise UpstreamError("an answer that is no JSON", 200)
         before, self._last_slice = self._last_slice, (step.target.instance_id, step.prefill_tokens)
         if before is not None and before[0] == step.target.instance_id and earlier_slices_evicted(answer, before[1]):
             raise TransferError("an earlier slice is not cached any more")
