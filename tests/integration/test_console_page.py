@@ -65,6 +65,10 @@ async def as_if_busy(route: Route) -> None:
     for number, instance in enumerate(answer["instances"]):
         instance |= dict.fromkeys(("pendingPrefillTokens", "ongoingDecodeTokens", "keys"), str(MANY))
         instance |= {"numRequests": 8_888, "sessions": 8_888, "stale": True, "weight": 0.25}
+        instance |= {
+            "prefixSource": "PREFIX_SOURCE_APPROXIMATE",
+            "differences": ["dtype: bfloat16, not float16"] * number,
+        }
         instance |= {"state": "INSTANCE_STATE_CORDONED", "underlyingState": "INSTANCE_STATE_UNHEALTHY"}
         instance["instance"] |= {"model": f"organisation/Model-480B-A35B-Instruct-FP8-{number}"}
         instance["load"] |= {"running": 8_888, "waiting": 8_888, "kvUsage": 1}

@@ -80,7 +80,7 @@ const COLUMNS = [
   { id: "source", title: "Prefix from", value: sourceOf, tone: (s) => (sourceOf(s) === "events" ? "" : "wait"), pill: true, note: (s) => s.prefixReason ?? "" },
   { id: "sessions", title: "Sessions", num: true, value: (s) => num(s.sessions), text: (s) => count(s.sessions) },
   { id: "age", title: "Report", unit: "ago", num: true, hint: "Time since the agent's last message", value: (s) => seconds(s.reportAge), words: true, text: (s) => age(seconds(s.reportAge)).replace(" ", "\u00a0") + (s.stale ? " stale" : ""), tone: aged },
-  { id: "differs", title: "Differs", tone: () => "bad", shown: varied(differing), value: differing, note: () => "Its value, and that of the most instances of its pool" },
+  { id: "differs", title: "Differs", name: true, tone: () => "bad", shown: varied(differing), value: differing, note: () => "Its value, and that of the most instances of its pool" },
   { id: "model", title: "Model", name: true, shown: varied((s) => s.instance.model), value: (s) => s.instance.model },
 ];
 
