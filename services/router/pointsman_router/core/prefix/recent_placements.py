@@ -2,6 +2,8 @@
 as the events no longer are. Pure.
 
 A prompt's keys are kept as they came, 8 bytes each, not as a set: a thousand instances with an index each would need gigabytes.
+A prompt without its keys takes as much as PROMPT_KEYS of them, which counts, so that short prompts do not take more memory than
+long ones.
 """
 
 from __future__ import annotations
@@ -9,16 +11,17 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
-# Maximum number of keys of all instances, and of one instance as a multiple of its capacity.
+# Maximum number of keys of all instances, PROMPT_KEYS of each prompt included, and of one instance as a multiple of its capacity.
 MAX_KEYS = 4_000_000
+PROMPT_KEYS = 64
 CAPACITIES = 2
 # Number of keys before a prompt's end among which the end of a session's turn before is looked for: 2,048 tokens.
 NEW_KEYS = 128
 
 
 class RecentPlacements:
-    """Prompts' keys by instance, the newest last, with at most `max_keys` keys in total. A prompt replaces the one that it
-    continues."""
+    """Prompts' keys by instance, the newest last, with at most `max_keys` keys in total, where each prompt counts
+    PROMPT_KEYS more. A prompt replaces the one that it continues."""
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._max_keys = max_keys
@@ -33,7 +36,7 @@ class RecentPlacements:
 
     def add(self, instance_id: str, keys: Sequence[int], capacity: int) -> None:
         """Record that a prompt's `keys` were computed on an instance that can hold `capacity` keys. Mutates."""
-        if not keys or len(keys) > self._max_keys:
+        if not keys or len(keys) + PROMPT_KEYS > self._max_keys:
             return
         kept = self._kept.setdefault(instance_id, OrderedDict())
         for at in range(len(keys) - 1, max(len(keys) - 1 - NEW_KEYS, -1), -1):
@@ -44,7 +47,7 @@ class RecentPlacements:
         kept = self._kept.setdefault(instance_id, OrderedDict())
         kept[keys[-1]] = self._number, keys
         self._sizes[instance_id] = self._sizes.get(instance_id, 0) + len(keys)
-        self._total += len(keys)
+        self._total += len(keys) + PROMPT_KEYS
         self._count += 1
         self._order.append((self._number, instance_id, keys[-1]))
         while self._sizes[instance_id] > CAPACITIES * capacity and len(kept) > 1:
@@ -70,9 +73,9 @@ class RecentPlacements:
         sizes = {name: sum(len(keys) for _, keys in kept.values()) for name, kept in self._kept.items()}
         assert all(self._kept.values())
         assert sizes == self._sizes
-        assert sum(sizes.values()) == self._total <= self._max_keys
         entries = {(number, name, last) for name, kept in self._kept.items() for last, (number, _) in kept.items()}
         assert len(entries) == self._count
+        assert sum(sizes.values()) + PROMPT_KEYS * self._count == self._total <= self._max_keys
         assert entries <= set(self._order)
         assert len(self._order) <= 2 * len(entries) + 16
 
@@ -87,7 +90,7 @@ class RecentPlacements:
     def _remove(self, instance_id: str, last: int) -> None:
         _, keys = self._kept[instance_id].pop(last)
         self._sizes[instance_id] -= len(keys)
-        self._total -= len(keys)
+        self._total -= len(keys) + PROMPT_KEYS
         self._count -= 1
         if not self._kept[instance_id]:
             del self._kept[instance_id], self._sizes[instance_id]
