@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import structlog
-from msgspec.structs import asdict
 
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman_agent.core.engine_address import EngineAddress
@@ -27,6 +26,7 @@ from pointsman_agent.core.warning_limit import WarningLimit
 from pointsman_agent.io.engine_http import EngineProbe, KvEventSources, ProbeError, ServedModels
 from pointsman_agent.io.gpu import GpuSampler
 from pointsman_agent.io.instance_reporting import AgentContext, InstanceMonitor, new_incarnation
+from pointsman_common.core.engine_identity_wire import identity_to_wire
 
 log = structlog.get_logger()
 
@@ -504,7 +504,7 @@ class EngineMonitor:
             ),
             shared_storage=self.address.storage,
             kv_token_bytes=scrape.kv_token_bytes,
-            identity=pb.EngineIdentity(**asdict(scrape.identity(models.root, rank))),
+            identity=identity_to_wire(scrape.identity(models.root, rank)),
             max_num_seqs=scrape.max_num_seqs,
         )
 
@@ -523,7 +523,8 @@ class EngineMonitor:
             after.lora_names[:] = models.lora_names
             after.model_root = scrape.tokenizer_place(models.root)
             after.max_model_len, after.max_num_seqs = models.max_model_len, scrape.max_num_seqs
-            after.identity.CopyFrom(pb.EngineIdentity(**asdict(scrape.identity(models.root, rank))))
+            after.ClearField("identity")
+            after.MergeFrom(pb.Instance(identity=identity_to_wire(scrape.identity(models.root, rank))))
             # A restart of a process that does not report its start time may be undetected, so the KV transfer support may differ.
             self._describe_kv_transfer(after, scrape, rank)
             if after == before:

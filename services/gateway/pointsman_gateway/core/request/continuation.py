@@ -10,12 +10,9 @@ from __future__ import annotations
 import re
 from array import array
 
-from msgspec.structs import asdict
-
-from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import KEY_TOKENS, extend_keys
-from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY
+from pointsman_common.core.engine_identity_wire import identity_to_wire
 from pointsman_gateway.core.api import with_fields
 from pointsman_gateway.core.api.continuable import RECORD_FIELD
 from pointsman_gateway.core.memory_budget import MemoryBudget
@@ -80,7 +77,7 @@ def continued_placement(context: RequestContext, ids: TokenIds) -> placement_pb2
     request.sliceable_tokens = 0
     if request.longest_prompt_tokens:
         request.longest_prompt_tokens += len(ids)
-    if context.answered_by != UNKNOWN_IDENTITY:
-        request.begun_by.CopyFrom(agent_pb2.EngineIdentity(**asdict(context.answered_by)))
+    if (answered_by := identity_to_wire(context.answered_by)) is not None:
+        request.begun_by.CopyFrom(answered_by)
     request.ClearField("ttft_deadline")
     return request

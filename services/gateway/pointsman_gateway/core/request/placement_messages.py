@@ -6,7 +6,8 @@ from google.protobuf import duration_pb2
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
-from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity
+from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY
+from pointsman_common.core.engine_identity_wire import identity_of
 from pointsman_gateway.core.request.continuation import continued_placement, copy_of
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import PlacementRefused, StepAssigned, Target
@@ -72,11 +73,6 @@ def target_of(instance: placement_pb2.InstanceRef) -> Target:
         kv.role != agent_pb2.KV_ROLE_PRODUCER,
         identity_of(instance.identity) if instance.HasField("identity") else UNKNOWN_IDENTITY,
     )
-
-
-def identity_of(wire: agent_pb2.EngineIdentity) -> EngineIdentity:
-    """Convert an engine's identity."""
-    return EngineIdentity(**{name: getattr(wire, name) for name in EngineIdentity.__struct_fields__})
 
 
 def _seconds(wire: duration_pb2.Duration) -> float:

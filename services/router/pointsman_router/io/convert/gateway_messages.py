@@ -13,6 +13,7 @@ from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY
+from pointsman_common.core.engine_identity_wire import identity_of, identity_to_wire
 from pointsman_common.core.enum_words import values
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.ownership import Owner
@@ -86,7 +87,7 @@ def placement_request(wire: placement_pb2.PlacementRequest) -> PlacementRequest:
         parked_s=max(seconds(wire.parked), 0.0) if wire.HasField("parked") else 0.0,
         resumed=wire.resumed,
         movable=wire.movable,
-        begun_by=instance_messages.identity(wire.begun_by) if wire.HasField("begun_by") else UNKNOWN_IDENTITY,
+        begun_by=identity_of(wire.begun_by) if wire.HasField("begun_by") else UNKNOWN_IDENTITY,
         longest_prompt_tokens=wire.longest_prompt_tokens,
         sequences=min(max(wire.sequences, 1), _MAX_SEQUENCES),
         sequence_tokens=wire.sequence_tokens,
@@ -222,7 +223,7 @@ def instance_ref(info: InstanceInfo) -> placement_pb2.InstanceRef:
         incarnation=info.incarnation,
         data_parallel_rank=info.data_parallel_rank,
         kv_transfer=instance_messages.kv_to_wire(info.kv_transfer),
-        identity=instance_messages.identity_to_wire(info.identity),
+        identity=identity_to_wire(info.identity),
         model_root=info.model_root,
         max_model_len=info.max_model_len,
         lora_names=info.lora_names,

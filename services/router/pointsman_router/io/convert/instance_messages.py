@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 from msgspec.structs import asdict
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity
+from pointsman_common.core.engine_identity_wire import identity_of, identity_to_wire
 from pointsman_router.core.placement_types import (
     FIGURES,
     Gpu,
@@ -57,27 +56,10 @@ def instance_info(wire: agent_pb2.Instance) -> InstanceInfo:
         events_unusable=wire.events_unusable,
         shared_storage=wire.shared_storage,
         kv_token_bytes=wire.kv_token_bytes,
-        identity=identity(wire.identity),
+        identity=identity_of(wire.identity),
         max_num_seqs=wire.max_num_seqs,
         uncertain_blocks=wire.uncertain_blocks,
     )
-
-
-def identity(wire: agent_pb2.EngineIdentity) -> EngineIdentity:
-    """Return an engine's identity. Equal ones are the same object, which most comparisons end at."""
-    return _interned(wire.SerializeToString(deterministic=True))
-
-
-@lru_cache(1_000)
-def _interned(wire: bytes) -> EngineIdentity:
-    message = agent_pb2.EngineIdentity.FromString(wire)
-    return EngineIdentity(**{name: getattr(message, name) for name in EngineIdentity.__struct_fields__})
-
-
-@lru_cache(1_000)
-def identity_to_wire(known: EngineIdentity) -> agent_pb2.EngineIdentity | None:
-    """The inverse of `identity`; None if nothing is known."""
-    return None if known == UNKNOWN_IDENTITY else agent_pb2.EngineIdentity(**asdict(known))
 
 
 def instance_to_wire(info: InstanceInfo) -> agent_pb2.Instance:
