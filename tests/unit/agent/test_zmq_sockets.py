@@ -15,8 +15,7 @@ from pointsman_agent.core.step_load import StepLoad
 from pointsman_agent.io.engine_monitor import EngineMonitor
 from pointsman_agent.io.step_load_receiver import receive_step_loads
 from pointsman_agent.io.zmq_sockets import needs_ipv6
-from pointsman_connector import step_load
-from pointsman_connector.engine_plugin import _connected, _needs_ipv6
+from pointsman_connector import engine_plugin, step_load
 from tests.support.processes.process import free_port
 from tests.support.waiting import eventually
 
@@ -34,7 +33,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> None:
         return [found for address in NAMES.get(host, [host]) for found in ask(address, *how, **more)]
 
     monkeypatch.setattr(socket, "getaddrinfo", answer)
-    monkeypatch.setattr("pointsman_connector.engine_plugin.getaddrinfo", answer)
+    monkeypatch.setattr(engine_plugin, "getaddrinfo", answer)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 async def test_ipv6_is_used_where_there_is_no_ipv4(endpoint: str, ipv6: bool) -> None:
     assert await needs_ipv6(endpoint, unknown=not ipv6) is ipv6
-    assert await asyncio.to_thread(_needs_ipv6, endpoint) is ipv6
+    assert await asyncio.to_thread(engine_plugin._needs_ipv6, endpoint) is ipv6
 
 
 async def test_all_interfaces_are_those_of_both_families_and_an_unknown_name_is_as_the_caller_says() -> None:
@@ -86,7 +85,7 @@ async def test_the_connector_pushes_loads_to_an_address_of_either_family(
     receiving = asyncio.create_task(
         receive_step_loads(context, f"tcp://{listens}:{port}", [cast(EngineMonitor, monitor)])
     )
-    pushing = _connected(f"tcp://{host}:{port}")
+    pushing = engine_plugin._connected(f"tcp://{host}:{port}")
     try:
         load = step_load.StepLoad("7f", 0, 7, 0, 0.5, 0, step_load.StepTotals())
 

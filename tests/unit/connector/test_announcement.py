@@ -6,11 +6,13 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
+
+from tests.support.fake_modules import fake_modules
 
 CONNECTORS = "vllm.distributed.kv_transfer.kv_connector"
 MODULE = "pointsman_connector.announcement"
@@ -63,10 +65,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             "get_mooncake_bootstrap_addr": lambda config: ("boot", 7),
         },
     }
-    for name, values in contents.items():
-        made = ModuleType(name)
-        vars(made).update(values)
-        monkeypatch.setitem(sys.modules, name, made)
+    fake_modules(monkeypatch, contents)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     module = importlib.import_module(MODULE)
     yield module

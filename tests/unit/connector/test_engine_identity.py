@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY, generate_latest
 
 from pointsman_agent.core.engine_metrics import parse_metrics
 from pointsman_common.core.engine_identity import EngineIdentity, Use, compatible, differences
+from tests.support.fake_modules import fake_modules
 
 MODULE = "pointsman_connector.engine_identity"
 FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
@@ -40,10 +41,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         FACTORY: {"KVConnectorFactory": SimpleNamespace(get_connector_class=lambda _: MooncakeConnector)},
         "vllm.logger": {"init_logger": lambda name: __import__("logging").getLogger(name)},
     }
-    for name, values in contents.items():
-        made = ModuleType(name)
-        vars(made).update(values)
-        monkeypatch.setitem(sys.modules, name, made)
+    fake_modules(monkeypatch, contents)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     module = importlib.import_module(MODULE)
     yield module

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 
 from pointsman_agent.core.engine_metrics import parse_metrics
+from tests.support.fake_modules import fake_modules
 
 MODULE = "pointsman_connector.engine_info"
 
@@ -43,10 +44,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "vllm": {},
         "vllm.platforms": {"current_platform": NvmlCudaPlatform()},
     }
-    for name, values in contents.items():
-        made = ModuleType(name)
-        vars(made).update(values)
-        monkeypatch.setitem(sys.modules, name, made)
+    fake_modules(monkeypatch, contents)
     monkeypatch.setenv("POINTSMAN_ENGINE_RUN", "7f")
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     module = importlib.import_module(MODULE)

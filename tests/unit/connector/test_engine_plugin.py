@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ import zmq
 
 from pointsman_agent.core.step_load import StepLoad
 from pointsman_connector import vllm_version
+from tests.support.fake_modules import fake_modules
 
 MODULE = "pointsman_connector.engine_plugin"
 
@@ -92,10 +93,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Engine]:
         "vllm.config": {"SchedulerConfig": SchedulerConfig},
         "vllm.logger": {"init_logger": lambda _: logger},
     }
-    for name, values in contents.items():
-        made = ModuleType(name)
-        vars(made).update(values)
-        monkeypatch.setitem(sys.modules, name, made)
+    fake_modules(monkeypatch, contents)
     for kind in (Scheduler, AsyncScheduler):
         monkeypatch.setattr(kind, "__init__", kind.__init__)
     monkeypatch.setenv("POINTSMAN_AGENT_LOADS", f"ipc://{tmp_path}/loads")

@@ -6,13 +6,14 @@ import importlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
 
 from pointsman_connector import vllm_version
+from tests.support.fake_modules import fake_modules
 
 MODULES = ("pointsman_connector.stat_logger", "pointsman_connector.kv_check_metrics")
 
@@ -47,10 +48,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "pointsman_connector.engine_info": {"announce_engine": lambda _: None},
         "pointsman_connector.answer_continuation": {"register": lambda: None},
     }
-    for name, values in contents.items():
-        made = ModuleType(name)
-        vars(made).update(values)
-        monkeypatch.setitem(sys.modules, name, made)
+    fake_modules(monkeypatch, contents)
     for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     module: Any = importlib.import_module(MODULES[0])
