@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from pointsman_cli.doctor_findings import TIMEOUT_S, Finding
+from pointsman_common.core.addresses import Address
 from pointsman_common.io.settings import split_urls
 
 
@@ -63,8 +64,7 @@ def _sentinel_finding(url: str, name: str) -> tuple[str, Finding]:
         return "", Finding(Finding.WARN, check, f"{type(error).__name__}: {error}", advice)
     if state is None:
         return "", Finding(Finding.WARN, check, f"watches no master {name}", "set redis_master to the name in its file")
-    host = f"[{state['ip']}]" if ":" in state["ip"] else state["ip"]
-    master = f"{host}:{state['port']}"
+    master = str(Address(state["ip"], state["port"]))
     if not state["is_master"] or state["is_sdown"] or state["is_odown"]:
         return "", Finding(Finding.WARN, check, f"the master {master} is down", "wait until it names another one")
     return master, Finding(Finding.OK, check, f"names the master {master}")

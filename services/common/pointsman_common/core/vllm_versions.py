@@ -34,6 +34,14 @@ def counts_output(version: str) -> bool:
     return found is not None and found < (0, 32)
 
 
+def fits_context(prompt_tokens: int, output_tokens: int, context_tokens: int, counts_output: bool) -> bool:
+    """Return whether an engine with a context of so many tokens (0: unknown) takes a prompt with a limit of output tokens (0:
+    none). Unless `counts_output` it shortens the output to what the prompt leaves, and refuses only a limit above the whole
+    context."""
+    room = context_tokens - (prompt_tokens if counts_output else 0)
+    return not context_tokens or (prompt_tokens < context_tokens and output_tokens <= room)
+
+
 def standing(version: str) -> str:
     """Return how a version stands to the tested one, and what is off with it, for people; empty for the tested one and for an
     unknown version."""

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity, Use, compatible
-from pointsman_common.core.vllm_versions import counts_output, series
+from pointsman_common.core.vllm_versions import counts_output, fits_context, series
 from pointsman_router.core.admission_rule import AdmissionRecord
 from pointsman_router.core.kv_load import NO_LOAD, KvLoad
 from pointsman_router.core.prefill_curve import NO_PREFILLS, PrefillCurve, PrefillSums, PrefillWork
@@ -124,11 +124,8 @@ class EngineTraits(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     counts_output: bool = False
 
     def holds(self, prompt_tokens: int, output_tokens: int) -> bool:
-        """Return whether the engine takes a prompt of so many tokens with a limit of output tokens (0: none). Unless
-        `counts_output` it shortens the output to what the prompt leaves of the context, and refuses only a limit above the whole
-        context."""
-        room = self.max_model_len - (prompt_tokens if self.counts_output else 0)
-        return not self.max_model_len or (prompt_tokens < self.max_model_len and output_tokens <= room)
+        """Return whether the engine takes a prompt of so many tokens with a limit of output tokens (0: none)."""
+        return fits_context(prompt_tokens, output_tokens, self.max_model_len, self.counts_output)
 
 
 NO_TRAITS = EngineTraits()

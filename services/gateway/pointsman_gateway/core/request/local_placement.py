@@ -8,6 +8,7 @@ from heapq import nsmallest
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.engine_identity import Use, compatible
+from pointsman_common.core.vllm_versions import fits_context
 from pointsman_gateway.core.request.placement_messages import target_of
 from pointsman_gateway.core.request.request_events import StepAssigned, Target
 
@@ -29,12 +30,12 @@ def unfit(request: placement_pb2.PlacementRequest, instances: Collection[placeme
     """Return the instances that a request must not be placed on, as routers exclude them: their context does not hold the prompt,
     while another's does, or they are known to differ from the engines that began the answer."""
     tokens, output = request.longest_prompt_tokens or request.input_tokens, request.max_output_tokens
-
-    def holds(instance: placement_pb2.InstanceRef) -> bool:
-        context = instance.max_model_len
-        return not context or (tokens < context and output <= context)
-
-    too_small = {instance.instance_id for instance in instances if not holds(instance)}
+    too_small = {
+        instance.instance_id
+        for instance in instances
+        # Gateways know of no versions: an engine that counts the output refuses the request itself.
+        if not fits_context(tokens, output, instance.max_model_len, counts_output=False)
+    }
     if len(too_small) == len(instances):
         too_small = set()
     begun = request.begun_by if request.HasField("begun_by") else None

@@ -59,17 +59,17 @@ class PoolCheck:
 
     def notice(self, *, again: bool = False) -> None:
         """Start or update the check when the model's instances or source may have changed. `again`: verify all of them again."""
-        state, present = self._state, self._state.incarnations()
+        state, present, foreign = self._state, self._state.incarnations(), self._state.foreign()
         state.differed &= present
         for known in (state.verified, state.hub_asked_for):
             known &= set() if again else present
         if again:
-            state.differed -= state.foreign()
-        seen = (self._tokenizers.source(state), present, state.foreign())
+            state.differed -= foreign
+        seen = (self._tokenizers.source(state), present, foreign)
         if again or seen != self._seen:
             self._seen = seen
             self._changed.set()
-        if state.tokenizer_status is TokenizerStatus.EXACT and state.differed - state.foreign():
+        if state.tokenizer_status is TokenizerStatus.EXACT and state.differed - foreign:
             # The pool's tokenizer is from another place now: that of an instance which had other tokens than this one.
             self._tokenizers.set_status(state, TokenizerStatus.INEXACT, "another tokenizer is being compared")
         if present <= state.settled():

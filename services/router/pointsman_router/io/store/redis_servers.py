@@ -15,6 +15,7 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelManagedConnection, SentinelManagedSSLConnection
 from redis.backoff import NoBackoff
 
+from pointsman_common.core.addresses import Address
 from pointsman_router.io.store.redis_address import RedisAddress
 
 # What commands raise if Redis does not answer, or answers with an error. The cluster's client has one that is no RedisError, also
@@ -81,8 +82,8 @@ class RedisServers:
         await connection.on_connect()
         peer = connection._writer.get_extra_info("peername")
         if isinstance(peer, tuple):
-            host, port = connection.host, connection.port
-            self.server = f"{host}:{port}" + (f" ({peer[0]})" if peer[0] != host else "")
+            address = Address(connection.host, connection.port)
+            self.server = f"{address}" + (f" ({peer[0]})" if peer[0] != address.host else "")
         else:
             self.server = str(peer)  # the path of a Unix socket
 
