@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from pointsman_gateway.core.api.overflow_texts import in_anthropics_words
+
 
 class ErrorFormat(enum.Enum):
     """The error format of an API."""
@@ -128,7 +130,7 @@ def redact_error(error_format: ErrorFormat, status: int, body: bytes) -> bytes:
         return ApiRequestError(status, said, code="rejected").body(error_format)
     safe = _safe(error, "The engine refused the request.")
     if error_format is ErrorFormat.ANTHROPIC:
-        return _anthropic(status, safe["message"])
+        return _anthropic(status, in_anthropics_words(safe["message"]))
     return msgspec.json.encode({"error": safe})
 
 

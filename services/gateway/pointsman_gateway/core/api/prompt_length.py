@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pointsman_gateway.core.api import overflow_texts
 from pointsman_gateway.core.api.api_call import Endpoint
 from pointsman_gateway.core.api.errors import ApiRequestError
 from pointsman_gateway.core.api.field_checks import is_int
@@ -20,8 +21,13 @@ _FIELDS = {
 class ContextExceeded(ApiRequestError):
     """A request does not fit the model's context. `tokens`: number of tokens of the prompt that were counted."""
 
-    def __init__(self, endpoint: Endpoint, message: str, tokens: int) -> None:
-        super().__init__(400, message, param=_FIELDS[endpoint], code="context_length_exceeded")
+    def __init__(self, endpoint: Endpoint, message: str, anthropic_message: str, tokens: int) -> None:
+        super().__init__(
+            400,
+            anthropic_message if endpoint is Endpoint.MESSAGES else message,
+            param=_FIELDS[endpoint],
+            code="context_length_exceeded",
+        )
         self.tokens = tokens
 
 
@@ -29,15 +35,19 @@ def check_tokens(endpoint: Endpoint, tokens: int, context: int) -> None:
     """Raises ContextExceeded if a prompt of at least `tokens` tokens leaves no room in a context of `context` tokens (0:
     unknown). Less room than the requested output is no error: vLLM generates what fits (`get_max_tokens`)."""
     if context and tokens >= context:
-        message = f"The model's context is {context} tokens, and the prompt has at least {tokens}."
-        raise ContextExceeded(endpoint, message, tokens)
+        texts = (
+            overflow_texts.prompt_too_long(tokens, context),
+            overflow_texts.anthropic_prompt_too_long(tokens, context),
+        )
+        raise ContextExceeded(endpoint, *texts, tokens)
 
 
 def check_output(endpoint: Endpoint, max_output_tokens: int, context: int, tokens: int) -> None:
     """Raises ContextExceeded if the requested output is larger than the whole context. `tokens`: tokens of the prompt."""
     if context and max_output_tokens > context:
-        message = f"The model's context is {context} tokens; {max_output_tokens} output tokens do not fit in it."
-        raise ContextExceeded(endpoint, message, tokens)
+        message = overflow_texts.output_too_long(max_output_tokens, context)
+        anthropics = overflow_texts.anthropic_output_too_long(tokens, max_output_tokens, context)
+        raise ContextExceeded(endpoint, message, anthropics, tokens)
 
 
 def check_items(endpoint: Endpoint, body: Mapping[str, Any], context: int) -> None:
