@@ -763,10 +763,11 @@ class Conversation(RuleBasedStateMachine):
                 case ev.ReportFirstToken():
                     if self.answers != ["stream"]:
                         self.answers.append("stream")
-                case ev.ReportFinished(attempt_id, outcome):
+                case ev.ReportFinished(attempt_id, outcome, broke=broke):
                     assert attempt_id not in self.ended
                     self.ended.append(attempt_id)
-                    if outcome is Outcome.REJECTED and self.answers != ["stream"]:
+                    # A request that breaks instances gets no engine's answer but an error.
+                    if outcome is Outcome.REJECTED and not broke and self.answers != ["stream"]:
                         self.answers.append("rejection")
                     elif outcome is Outcome.CANCELLED and not self.answers and self.machine.phase is Phase.DONE:
                         self.answers.append("nobody listens")
