@@ -199,8 +199,9 @@ async def test_what_two_instances_refuse_alike_is_the_requests_own_fault(up: Sta
     for engine in up.engines:
         engine.mode = "500"
     up.router.pools[0].instances.add(instance_id="i2", url=up.engines[0].url, incarnation="1")
-    status, answer, _ = await post(up, "/v1/chat/completions", json=CHAT | {"user": "me", "stream": stream})
+    status, answer, headers = await post(up, "/v1/chat/completions", json=CHAT | {"user": "me", "stream": stream})
     assert (status, answer["error"]["message"]) == (500, "boom at <address> for me")
+    assert headers["Retry-After"] == "3"
     await up.router.until(lambda: len(up.router.finished) == 2)
     assert outcomes(up) == [placement_pb2.OUTCOME_FAILED, placement_pb2.OUTCOME_REJECTED]
     assert [(finish.refused, list(finish.refused_by)) for finish in up.router.finished] == [(True, []), (True, [])]
@@ -332,8 +333,32 @@ async def test_bad_input_is_refused_with_nothing_placed(tmp_path: Path) -> None:
         async with aiohttp.ClientSession() as http, http.get(f"{up.url}/v1/chat/completions") as refused:
             assert (refused.status, refused.headers["Allow"]) == (405, "POST")
             assert "error" in await refused.json()
+        # Codex tries it at each start, and again after each status but this one.
+        socket = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
+        async with (
+            aiohttp.ClientSession() as http,
+            http.get(f"{up.url}/v1/responses", headers=socket, allow_redirects=False) as refused,
+        ):
+            assert (refused.status, (await refused.json())["error"]["code"]) == (426, "upgrade_required")
         assert up.router.places == []
         assert all(engine.requests == [] for engine in up.engines)
+
+
+async def test_vllms_small_routes_answer(up: Stack) -> None:
+    async with aiohttp.ClientSession() as http:
+        for path, found in (
+            ("/ping", "status"),
+            ("/version", "version"),
+            ("/load", "server_load"),
+            ("/v1/models/", "data"),
+        ):
+            async with http.get(up.url + path) as answer:
+                assert (answer.status, found in await answer.json()) == (200, True), path
+        async with http.get(f"{up.url}/v1/models") as answer:
+            cards = (await answer.json())["data"]
+    assert [card["max_input_tokens"] for card in cards] == [card["max_model_len"] for card in cards] != []
+    status, _, _ = await post(up, "/v1/chat/completions/", json=CHAT)
+    assert status == 200
 
 
 async def test_output_is_bounded_by_the_room_behind_the_prompt(up: Stack) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from pointsman_gateway.core.cors import EXPOSED
+from pointsman_gateway.core.cors import EXPOSED, CorsPolicy
 from pointsman_gateway.io.main import serving
 from pointsman_gateway.io.settings import GatewaySettings
 from tests.support.fakes.gateway_peers import stack
@@ -66,6 +66,28 @@ async def test_a_preflight_needs_no_key_and_allows_what_official_clients_send(tm
                 assert answer.headers["Allow"] == "POST, OPTIONS"
 
 
+@pytest.mark.parametrize(
+    ("listed", "allowed", "refused"),
+    [
+        ("*", ["null", "https://a.example", "vscode-webview://1f"], []),
+        ("app://obsidian.md", ["app://obsidian.md"], ["app://obsidianxmd", "app://obsidian.md:1", "null", ""]),
+        ("vscode-webview://*", ["vscode-webview://1f-2"], ["vscode-webview://", "vscode-webview://a/b", "http://1f-2"]),
+        (
+            "https://*.app.example",
+            ["https://a.b.app.example"],
+            ["https://app.example", "https://app.example.evil.example"],
+        ),
+        ("http://localhost:*", ["http://localhost:3000"], ["http://localhost", "http://localhost:3000.evil.example"]),
+    ],
+)
+def test_patterns_of_origins(listed: str, allowed: list[str], refused: list[str]) -> None:
+    policy = CorsPolicy(GatewaySettings(cors_origins=[listed]).cors_origins)
+    for origin in allowed:
+        assert policy.answer_fields(origin)["Access-Control-Allow-Origin"] == origin
+    for origin in refused:
+        assert "Access-Control-Allow-Origin" not in policy.answer_fields(origin), origin
+
+
 async def test_without_the_setting_nothing_is_said_of_origins(tmp_path: Path) -> None:
     async with stack(tmp_path) as up, aiohttp.ClientSession() as http:
         for method in ("GET", "OPTIONS"):
@@ -75,7 +97,8 @@ async def test_without_the_setting_nothing_is_said_of_origins(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "origin", ["*", "null", "app.example", "https://app.example/", "https://*.example", "HTTPS://A"]
+    "origin",
+    ["null", "app.example", "https://app.example/", "https://*.example/", "HTTPS://A", "**", "*://app.example"],
 )
 def test_what_is_no_origin_cannot_be_listed(origin: str) -> None:
     with pytest.raises(ValueError, match="no origin"):

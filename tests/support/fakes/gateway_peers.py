@@ -84,7 +84,7 @@ class FakeEngine:
         self.requests.append((request.path, body, dict(request.headers)))
         if self.mode in ("500", "501", "503"):
             error = {"message": f"boom at 10.0.0.7 for {body.get('user')}", "type": "InternalServerError", "code": 500}
-            return web.json_response({"error": error}, status=int(self.mode))
+            return web.json_response({"error": error}, status=int(self.mode), headers={"Retry-After": "3"})
         if body["model"] in self.unloaded:
             error = {"message": f"The model `{body['model']}` does not exist.", "type": "NotFoundError", "code": 404}
             return web.json_response({"error": error}, status=404)

@@ -334,6 +334,11 @@ def test_an_engines_error_shows_no_address(address: str) -> None:
         assert message.endswith("position 12:30 is fine at 3.5")
 
 
+@pytest.mark.parametrize(("status", "type_"), [(500, "server_error"), (503, "server_error"), (429, "rate_limit_error")])
+def test_an_engines_page_does_not_blame_the_client(status: int, type_: str) -> None:
+    assert json.loads(redact_error(ErrorFormat.OPENAI, status, b"<html>"))["error"]["type"] == type_
+
+
 @given(
     st.sampled_from(ErrorFormat), st.binary(max_size=40) | JSON.map(lambda value: json.dumps({"error": value}).encode())
 )

@@ -13,6 +13,12 @@ def upstream_headers(headers: Headers) -> dict[str, str]:
     return {name: headers[name] for name in REQUEST_HEADERS if name in headers}
 
 
+def error_headers(headers: Headers) -> dict[str, str]:
+    """Return the headers of the client's answer in place of an instance's error, whose body is written anew."""
+    wait = {"Retry-After": headers["Retry-After"]} if "Retry-After" in headers else {}
+    return {"Content-Type": "application/json"} | wait
+
+
 def client_headers(headers: Headers) -> dict[str, str]:
     """Return the headers of an instance that are forwarded to the client."""
     return {name: headers[name] for name in RESPONSE_HEADERS if name in headers}

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -186,6 +187,9 @@ class Gateway:
             Route("/v1/models", "GET", self._models),
             Route("/health", "GET", self._health, open=True),
             Route("/ready", "GET", self._health, open=True),
+            Route("/ping", "GET", self._health, open=True),
+            Route("/version", "GET", self._version),
+            Route("/load", "GET", self._load),
             Route("/livez", "GET", self._livez, open=True),
             Route("/metrics", "GET", self._metrics, open=True),
         ]
@@ -290,7 +294,8 @@ class Gateway:
         )
 
     def _route(self, path: str) -> Route | None:
-        if (route := self._routes.get(path)) is not None:
+        # vLLM redirects from a path with a slash at its end.
+        if (route := self._routes.get(path) or self._routes.get(path.removesuffix("/"))) is not None:
             return route
         if found := STORED_RESPONSE_PATH.fullmatch(path):
             return self._cancel if found[2] else self._stored
@@ -309,6 +314,12 @@ class Gateway:
         if request.method == "OPTIONS":
             preflight = self._cors.preflight_fields(request.headers, route.allowed)
             return Response(204, headers={"Allow": f"{route.allowed}, OPTIONS"} | preflight)
+        if request.method == "GET" and request.headers.get("Upgrade").lower() == "websocket":
+            # Codex tries WebSockets first, and goes on over HTTP at once after this status.
+            upgrade = ApiRequestError(426, "This server has no WebSockets. Use HTTP.", code="upgrade_required")
+            answer = _error(upgrade, error_format)
+            answer.headers["Upgrade"] = "HTTP/1.1"  # RFC 9110 15.5.22
+            return answer
         if request.method not in route.allowed.split(", "):
             wrong = _error(
                 ApiRequestError(405, "This path does not allow that method.", code="method_not_allowed"), error_format
@@ -342,6 +353,13 @@ class Gateway:
     async def _livez(self, request: Request) -> Response:
         """Return 200 whenever the process answers, whether or not routers and instances are reachable."""
         return Response(200, b"ok\n", {"Content-Type": "text/plain"})
+
+    async def _version(self, request: Request) -> Response:
+        return _json({"version": version("pointsman")})
+
+    async def _load(self, request: Request) -> Response:
+        """Return the number of placed requests that this process has open, under the name that vLLM gives its own."""
+        return _json({"server_load": self.router.open_count})
 
     async def _health(self, request: Request) -> Response:
         states = self.pools.states()
@@ -389,13 +407,14 @@ class Gateway:
     def _card(self, name: str, pool: str) -> dict[str, Any]:
         """Return a model's entry with the fields of OpenAI's API and of Anthropic's.
 
-        If the context length is known it is in `max_model_len`, as in vLLM's answers; coding agents plan with it.
+        If the context length is known it is in `max_model_len`, as in vLLM's answers, and in `max_input_tokens`, as in
+        Anthropic's; coding agents plan with it.
         """
         found = self.pools.resolve(pool)
         context = found[0].pool.max_model_len if found is not None else 0
         openai = {"id": name, "object": "model", "created": 0, "owned_by": "pointsman", "root": pool}
         anthropic = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
-        return openai | anthropic | ({"max_model_len": context} if context else {})
+        return openai | anthropic | ({"max_model_len": context, "max_input_tokens": context} if context else {})
 
     async def _end_session(self, request: Request) -> Response:
         """End a session of the client's tenant. The answer is the same whether or not the session is known."""

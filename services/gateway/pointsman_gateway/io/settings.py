@@ -18,7 +18,9 @@ from pointsman_gateway.io.http.server_types import ServerLimits
 def _origins(value: list[str]) -> list[str]:
     wrong = [origin for origin in value if not ORIGIN.fullmatch(origin)]
     if wrong:
-        raise ValueError(f"no origin: {wrong[0]} (https://HOST or https://HOST:PORT in lower case, without a path)")
+        raise ValueError(
+            f"no origin: {wrong[0]} (SCHEME://HOST or SCHEME://HOST:PORT in lower case, without a path, or *)"
+        )
     return value
 
 
@@ -124,7 +126,8 @@ class GatewaySettings(BaseSettings):
     )
     cors_origins: Origins = Field(
         default_factory=list,
-        description="origins (https://HOST[:PORT]) whose pages may read answers in a browser (CORS); separated by blanks",
+        description="origins (SCHEME://HOST[:PORT]) whose pages may read answers in a browser (CORS); separated by blanks; `*` "
+        "in HOST stands for characters, as PORT for any port, and alone for all pages",
     )
     body_timeout_s: float = Field(
         ServerLimits.body_s, gt=0, description="maximum time for a request's whole body to arrive, in seconds"

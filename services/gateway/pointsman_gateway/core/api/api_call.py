@@ -65,7 +65,7 @@ ROUTES: Mapping[str, Endpoint] = {endpoint.value: endpoint for endpoint in Endpo
 
 def error_format_of(path: str) -> ErrorFormat:
     """Return the format of errors on `path`, which need not be a served path."""
-    endpoint = ROUTES.get(path)
+    endpoint = ROUTES.get(path.removesuffix("/"))
     if endpoint is not None:
         return endpoint.error_format
     return ErrorFormat.ANTHROPIC if path.startswith("/v1/messages/") else ErrorFormat.OPENAI

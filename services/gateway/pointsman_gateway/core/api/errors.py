@@ -127,7 +127,7 @@ def redact_error(error_format: ErrorFormat, status: int, body: bytes) -> bytes:
     if not isinstance(error, dict):
         # A 404 without an error object is the answer of a server without this path: its model only embeds, or only generates.
         said = "This model does not serve this API." if status == 404 else "The engine refused the request."
-        return ApiRequestError(status, said, code="rejected").body(error_format)
+        return ApiRequestError(status, said, type_=_type_of(status), code="rejected").body(error_format)
     safe = _safe(error, "The engine refused the request.")
     if error_format is ErrorFormat.ANTHROPIC:
         return _anthropic(status, in_anthropics_words(safe["message"]))
@@ -205,6 +205,15 @@ def _safe(error: Any, otherwise: str, fields: tuple[str, ...] = ("type", "param"
     message = found.get("message")
     text = message.partition(_TRACE)[0].strip() if isinstance(message, str) else ""
     return {"message": without_addresses(text) or otherwise, **scalars}
+
+
+def _type_of(status: int) -> str:
+    """Return OpenAI's type of an error."""
+    if status >= 500:
+        return "server_error"
+    return {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(
+        status, "invalid_request_error"
+    )
 
 
 def without_addresses(text: str) -> str:

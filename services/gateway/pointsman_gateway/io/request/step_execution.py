@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 from pointsman_gateway.core.api import ApiRequestError, Endpoint, begins_with_error, redact_error, was_aborted
-from pointsman_gateway.core.forwarded_headers import client_headers
+from pointsman_gateway.core.forwarded_headers import client_headers, error_headers
 from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.memory_budget import Holding
 from pointsman_gateway.core.request.attempt_record import Attempt
@@ -276,10 +276,11 @@ class EngineSteps:
                     raise AbortedByEngine
                 if answer.status == 200 and not has_json_form(body):
                     raise UpstreamError("an answer that is no JSON", answer.status)
-                headers = client_headers(answer.headers) | headers
                 if answer.status >= 400:
                     body = redact_error(call.endpoint.error_format, answer.status, body)
-                    headers["Content-Type"] = "application/json"
+                    headers = error_headers(answer.headers) | headers
+                else:
+                    headers = client_headers(answer.headers) | headers
                 self.whole_response = Response(answer.status, body, headers)
                 if answer.status >= 400:
                     return ResponseRejected(answer.status)
@@ -338,7 +339,8 @@ class EngineSteps:
         except (UpstreamError, NoRoomForAnswer):
             body = b""
         error_format = self._context.call.endpoint.error_format
-        self.whole_response = Response(answer.status, redact_error(error_format, answer.status, body), dict(_JSON))
+        redacted = redact_error(error_format, answer.status, body)
+        self.whole_response = Response(answer.status, redacted, error_headers(answer.headers))
 
     async def relay_response(self, attempt: Attempt, headers: dict[str, str]) -> Event:
         """Relay the answer from its first byte to its end. If the client disconnects this is cancelled; see stream_end()."""

@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, unquote, urlencode
 from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import ApiRequestError, Endpoint, ErrorFormat, redact_error
 from pointsman_gateway.core.api.openai_responses import not_stored, storing_instance
-from pointsman_gateway.core.forwarded_headers import client_headers
+from pointsman_gateway.core.forwarded_headers import client_headers, error_headers
 from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.memory_budget import Holding
 from pointsman_gateway.core.pool_state import instances_without
@@ -139,7 +139,7 @@ _JSON = {"Content-Type": "application/json"}
 def _whole(answer: UpstreamResponse, body: bytes, error_format: ErrorFormat) -> Response:
     if answer.status >= 500:
         raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed")
-    headers = client_headers(answer.headers)
     if answer.status >= 400:
-        return Response(answer.status, redact_error(error_format, answer.status, body), headers | _JSON)
-    return Response(answer.status, body, headers)
+        redacted = redact_error(error_format, answer.status, body)
+        return Response(answer.status, redacted, error_headers(answer.headers))
+    return Response(answer.status, body, client_headers(answer.headers))
