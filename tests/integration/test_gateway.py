@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
 import json
-from collections.abc import AsyncIterator
+import zlib
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 
 import aiohttp
 import openai
 import pytest
+from backports import zstd
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import prompt_keys
@@ -326,9 +329,20 @@ async def test_bad_input_is_refused_with_nothing_placed(tmp_path: Path) -> None:
             got, answer, _ = await post(up, "/v1/chat/completions", data=body, headers=headers)
             assert (got, answer["error"]["code"]) == (status, code), name
             assert answer["error"]["type"] == "invalid_request_error"
+        encoded = JSON | {"Content-Encoding": "br"}
+        got, answer, answer_headers = await post(up, "/v1/chat/completions", data=b"no br", headers=encoded)
+        assert (got, answer_headers["Accept-Encoding"]) == (415, "zstd, gzip, deflate"), answer
         zipped = JSON | {"Content-Encoding": "gzip"}
-        got, answer, answer_headers = await post(up, "/v1/chat/completions", data=b"no gzip", headers=zipped)
-        assert (got, answer_headers["Accept-Encoding"]) == (415, "identity"), answer
+        whole = gzip.compress(json.dumps(CHAT).encode())
+        for body, status, code in (
+            (b"no gzip", 400, "bad_encoding"),
+            (whole[:-5], 400, "bad_encoding"),
+            (b"", 400, "invalid_json"),
+            (gzip.compress(b" " * 100_001), 413, "body_too_large"),
+            (gzip.compress(b" " * 100_000_000), 413, "body_too_large"),
+        ):
+            got, answer, _ = await post(up, "/v1/chat/completions", data=body, headers=zipped)
+            assert (got, answer["error"]["code"]) == (status, code), body[:20]
         assert (await post(up, "/collective_rpc", json={}))[0] == 404
         async with aiohttp.ClientSession() as http, http.get(f"{up.url}/v1/chat/completions") as refused:
             assert (refused.status, refused.headers["Allow"]) == (405, "POST")
@@ -342,6 +356,18 @@ async def test_bad_input_is_refused_with_nothing_placed(tmp_path: Path) -> None:
             assert (refused.status, (await refused.json())["error"]["code"]) == (426, "upgrade_required")
         assert up.router.places == []
         assert all(engine.requests == [] for engine in up.engines)
+
+
+@pytest.mark.parametrize("encoding", ["", "identity", "gzip", "deflate", "zstd"])
+async def test_compressed_bodies_are_read(up: Stack, encoding: str) -> None:
+    packings: dict[str, Callable[[bytes], bytes]] = {
+        "gzip": gzip.compress, "deflate": zlib.compress, "zstd": zstd.compress
+    }  # fmt: skip
+    body = packings.get(encoding, bytes)(json.dumps(CHAT | {"user": "me"}).encode())
+    status, _, _ = await post(up, "/v1/chat/completions", data=body, headers=JSON | {"Content-Encoding": encoding})
+    assert status == 200
+    _, sent, headers = up.engines[0].requests[-1]
+    assert (sent["user"], "Content-Encoding" in headers) == ("me", False)
 
 
 async def test_vllms_small_routes_answer(up: Stack) -> None:

@@ -45,7 +45,7 @@ NOT_ITS_OWN = {
 }  # fmt: skip
 # Modules of pointsman_cli that are made of other parts.
 OF_OTHER_PARTS = ("main", "one_process")
-# Imports everything that the files of a part import, also inside functions, without those modules.
+# Imports everything that the files of a part import, also inside functions, without those modules and what a later Python has.
 IMPORT_ALL = """
 import ast, importlib, pathlib, sys
 part = pathlib.Path(importlib.import_module("pointsman_" + sys.argv[1]).__path__[0])
@@ -54,7 +54,7 @@ for file in {*part.rglob("*.py")} - {part / f"{name}.py" for name in sys.argv[2:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 importlib.import_module(alias.name)
-        elif isinstance(node, ast.ImportFrom):
+        elif isinstance(node, ast.ImportFrom) and node.module != "compression.zstd":
             importlib.import_module(node.module)
 """
 # Nothing of this repository can be imported. Bytecode is written, so that the next start need not compile again.

@@ -34,6 +34,7 @@ from pointsman_gateway.core.api import (
     ErrorFormat,
     error_format_of,
 )
+from pointsman_gateway.core.body_decoding import ACCEPTED, encoding_of
 from pointsman_gateway.core.cors import CorsPolicy
 from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.pool_state import TokenizerStatus
@@ -331,12 +332,17 @@ class Gateway:
                 request.holder = self._client(request).key
             if route.body and request.media_type != "application/json":
                 raise ApiRequestError(415, "Content-Type must be application/json.", code="unsupported_media_type")
-            if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-                raise ApiRequestError(415, "The body must not have a content encoding.", code="unsupported_encoding")
+            encoding = encoding_of(request.headers.get("Content-Encoding"))
+            # A proxy that carries the request forwards its body as it is, and engines decode none.
+            if encoding is None or (encoding and isinstance(request, ExtProcRequest)):
+                raise ApiRequestError(
+                    415, "The body's content encoding is not known here.", code="unsupported_encoding"
+                )
         except ApiRequestError as error:
             answer = _error(error, error_format)
             if error.code == "unsupported_encoding":
-                answer.headers["Accept-Encoding"] = "identity"  # RFC 9110 12.5.3: the encodings that are accepted
+                # RFC 9110 12.5.3: the encodings that are accepted
+                answer.headers["Accept-Encoding"] = "identity" if isinstance(request, ExtProcRequest) else ACCEPTED
             return answer
         return None
 

@@ -22,6 +22,7 @@ from typing import Protocol, cast
 import httptools
 import structlog
 
+from pointsman_gateway.core.body_decoding import BodyDecoder, BodyTooDense, UndecodableBody, encoding_of
 from pointsman_gateway.core.http_message import Headers, Request, Response, Source, fault_of, head_bytes, path_of
 from pointsman_gateway.core.memory_budget import Holding, MemoryBudget
 from pointsman_gateway.io.http.server_types import (
@@ -31,6 +32,7 @@ from pointsman_gateway.io.http.server_types import (
     no_room_for_body,
     shutting_down,
     too_slow,
+    undecodable_body,
 )
 
 log = structlog.get_logger()
@@ -178,7 +180,8 @@ class ClientConnection(asyncio.Protocol):
         self._head_size = 0
         self._fed = 0
         self._body: list[bytes] = []
-        self._body_size = 0
+        self._body_size = 0  # as received
+        self._decoder: BodyDecoder | None = None
         self._came = 0  # received bytes of the body with its framing
         self._chunks = 0
         self._plain = b""  # a head with only the body's framing, set if the request also asks for a protocol upgrade
@@ -328,6 +331,8 @@ class ClientConnection(asyncio.Protocol):
             refusal = body_too_large(self.server.handler, self._path())
         elif refusal is None and not self.server.bodies.has_room(request.holder, length):
             refusal = no_room_for_body(self.server.handler, self._path())
+        if refusal is None and (encoding := encoding_of(headers.get("content-encoding"))):
+            self._decoder = BodyDecoder(encoding)
         waits = headers.get("expect").lower() == "100-continue" and has_body
         self._state = _State.BODY
         self._body_until = time.monotonic() + self._limits.body_s
@@ -350,20 +355,36 @@ class ClientConnection(asyncio.Protocol):
         self._body_size += len(body)
         if self._refusal is not None or not body:
             return
-        if self._body_size > self._limits.max_body_bytes:
-            self._end_with(body_too_large(self.server.handler, self._path()))
-            return
-        if not self._held_body.take(len(body)):
-            self._end_with(no_room_for_body(self.server.handler, self._path()))
+        refusal = self._keep_body(body)
+        if refusal is not None:
+            self._end_with(refusal)
             return
         self.deadline = min(self._body_until, time.monotonic() + self._limits.body_stall_s)
-        self._body.append(body)
+
+    def _keep_body(self, received: bytes) -> Response | None:
+        """Keep a received piece of the body, decoded; return the refusal if it cannot be."""
+        handler, path = self.server.handler, self._path()
+        try:
+            for piece in (received,) if self._decoder is None else self._decoder.decode(received):
+                # Limits hold for the decoded body.
+                if self._held_body.size + len(piece) > self._limits.max_body_bytes:
+                    return body_too_large(handler, path)
+                if not self._held_body.take(len(piece)):
+                    return no_room_for_body(handler, path)
+                self._body.append(piece)
+        except BodyTooDense:
+            return body_too_large(handler, path)
+        except UndecodableBody:
+            return undecodable_body(handler, path)
+        return None
 
     def on_message_complete(self) -> None:
         if self._state is not _State.BODY or self._plain:
             return
         assert self._request is not None
         self._state, self.deadline = _State.BUSY, math.inf
+        if self._decoder is not None and not self._decoder.complete and self._refusal is None:
+            self._refusal = undecodable_body(self.server.handler, self._path())
         self._request.body, self._body = b"".join(self._body), []
         self._task = asyncio.get_running_loop().create_task(self._run(self._request, self._refusal))
         self._task.add_done_callback(self._never_began)

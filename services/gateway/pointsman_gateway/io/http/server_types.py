@@ -47,6 +47,11 @@ def body_too_large(handler: HttpHandler, path: str) -> Response:
     return handler.error(413, "The request body is too large.", "body_too_large", path)
 
 
+def undecodable_body(handler: HttpHandler, path: str) -> Response:
+    """Return the answer to a request whose body is not what its Content-Encoding says."""
+    return handler.error(400, "The request body is not in its Content-Encoding.", "bad_encoding", path)
+
+
 def no_room_for_body(handler: HttpHandler, path: str) -> Response:
     """Return the answer to a request for whose body the memory of all clients has no room."""
     return handler.error(503, "The gateway has no memory left for another request.", "no_room", path)

@@ -1,0 +1,86 @@
+"""Compressed bodies: the same in whatever pieces they come, and refused early if they would become large."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Callable
+
+import pytest
+from backports.zstd import compress as zstd
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pointsman_gateway.core.body_decoding import (
+    FREE_BYTES,
+    MAX_RATIO,
+    PIECE_BYTES,
+    BodyDecoder,
+    BodyTooDense,
+    UndecodableBody,
+    encoding_of,
+)
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "zstd": zstd,
+    "gzip": gzip.compress,
+    "x-gzip": gzip.compress,
+    "deflate": zlib.compress,
+}
+BODIES = st.binary(max_size=3_000) | st.binary(min_size=1, max_size=40).map(lambda part: part * 5_000)
+
+
+def decoded(decoder: BodyDecoder, body: bytes, step: int) -> bytes:
+    pieces = [piece for at in range(0, len(body), step) for piece in decoder.decode(body[at : at + step])]
+    assert max(map(len, pieces), default=0) <= PIECE_BYTES
+    return b"".join(pieces)
+
+
+@pytest.mark.parametrize("encoding", COMPRESS)
+@given(body=BODIES, more=st.binary(max_size=100), step=st.integers(1, 300))
+def test_a_body_is_decoded_however_it_is_cut(encoding: str, body: bytes, more: bytes, step: int) -> None:
+    """Several members, or frames, are one body."""
+    sent = COMPRESS[encoding](body) + (COMPRESS[encoding](more) if encoding != "deflate" else b"")
+    decoder = BodyDecoder(encoding)
+    assert decoded(decoder, sent, step) == body + (more if encoding != "deflate" else b"")
+    assert decoder.complete
+    cut = BodyDecoder(encoding)
+    decoded(cut, COMPRESS[encoding](body)[:-1], step)
+    assert not cut.complete
+
+
+@pytest.mark.parametrize("encoding", COMPRESS)
+@given(body=st.binary(min_size=20, max_size=200))
+def test_what_is_not_compressed_is_refused(encoding: str, body: bytes) -> None:
+    decoder = BodyDecoder(encoding)
+    try:
+        list(decoder.decode(b"{" + body))
+    except UndecodableBody:
+        return
+    assert not decoder.complete
+
+
+@pytest.mark.parametrize("encoding", COMPRESS)
+def test_a_bomb_is_refused_before_it_grows(encoding: str) -> None:
+    bomb = COMPRESS[encoding](bytes(64 << 20))
+    sizes: list[int] = []
+    decoder = BodyDecoder(encoding)
+
+    def decode() -> None:
+        for at in range(0, len(bomb), 1_000):
+            sizes.extend(len(piece) for piece in decoder.decode(bomb[at : at + 1_000]))
+
+    with pytest.raises(BodyTooDense):
+        decode()
+    assert sum(sizes) <= max(FREE_BYTES, MAX_RATIO * len(bomb)) < 8 << 20
+
+
+def test_a_zstd_frame_with_a_huge_window_is_refused() -> None:
+    # Magic number, no content size, a window of 2 GB.
+    with pytest.raises(UndecodableBody):
+        list(BodyDecoder("zstd").decode(bytes.fromhex("28b52ffd 00 a8") + bytes(100)))
+
+
+def test_names_of_encodings() -> None:
+    assert [encoding_of(name) for name in ("", " identity", "GZIP", "zstd")] == ["", "", "gzip", "zstd"]
+    assert [encoding_of(name) for name in ("br", "gzip, zstd", "compress")] == [None] * 3
