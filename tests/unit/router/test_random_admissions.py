@@ -44,24 +44,32 @@ class AdmittedStateMachine(StateMachine):
             # As when an earlier owner had parked a request: the pool is armed if its capacity is known.
             self.router.admission.was_parked(pool, self.now)
         parked = {held.request.request_id: held for held in self.router.parked_requests.queue}
+        # A held request is admitted: who is parked later, even with an older age, came too late to go before it.
+        held = self.router.held_requests.queue
+        before = {known.request_id for known in self.router.reservations} | {one.request.request_id for one in held}
         effects = super().handle(event)
-        for effect in effects:
-            if isinstance(effect, ev.Placed):
-                self.passes_nobody_like_it(effect.decision.request, parked)
+        placed = [effect.decision.request for effect in effects if isinstance(effect, ev.Placed)]
+        for asked in (*placed, *(one.request for one in held)):
+            if asked.request_id not in before:
+                self.passes_nobody_like_it(asked, parked)
         return effects
 
-    def passes_nobody_like_it(self, placed: PlacementRequest, parked: dict[str, HeldRequest]) -> None:
-        """Nobody of its pool, class and tenant that came first, with a session no larger than its own, still waits to be let in.
-        (Small sessions and those under way never wait.)"""
-        record, before = placed.admitted, parked.get(placed.request_id)
+    def passes_nobody_like_it(self, admitted: PlacementRequest, parked: dict[str, HeldRequest]) -> None:
+        """When a session is admitted, nobody of its pool, class and tenant that came first, with a session no larger than its
+        own, still waits to be let in. (Small sessions and those under way never wait.)"""
+        record, before = admitted.admitted, parked.get(admitted.request_id)
         if record is None or record.verdict.reason not in ("fits", "not_armed", "capacity_unknown"):
             return
-        size, since = (before.new_tokens, before.since) if before else (record.view.size, self.now - placed.parked_s)
+        size, since = (before.new_tokens, before.since) if before else (record.view.size, self.now - admitted.parked_s)
         for held in self.router.parked_requests.queue:
             request = held.request
-            alike = (request.model, request.tenant, request.priority) == (placed.model, placed.tenant, placed.priority)
+            alike = (request.model, request.tenant, request.priority) == (
+                admitted.model,
+                admitted.tenant,
+                admitted.priority,
+            )
             if alike and held.since < since and held.request.request_id in parked:
-                assert held.new_tokens > size, (held, placed)
+                assert held.new_tokens > size, (held, admitted)
 
     @rule(applies=st.booleans())
     def admission_is_switched(self, applies: bool) -> None:
@@ -144,3 +152,27 @@ class AdmittedStateMachine(StateMachine):
 
 AdmittedStateMachine.TestCase.settings = settings(MACHINE, max_examples=50)
 TestAdmittedState = AdmittedStateMachine.TestCase
+
+
+def test_an_admitted_request_that_was_held_may_pass_one_that_was_parked_later_with_an_older_age() -> None:
+    """Found by the machine: a session that was refused kept its age, and was parked again after another one was let in."""
+    machine = AdmittedStateMachine()
+    machine.begin(joined=True)
+    machine.time_is_due()  # n2 to n5 are refused, and keep their age
+    machine.agent_ends("b", goodbye=False)
+    machine.agent_ends("c", goodbye=True)
+    machine.answer(0, "STOP", 2)
+    machine.answer(0, "STOP", 1)
+    machine.storm(28, 4, 415)
+    machine.agent_ends("a", goodbye=True)
+    machine.begin_session(0, "g1", 1_272, 25, False, 0.0, False, Priority.BATCH)
+    machine.place("r0", "g1", 2_273, [], "t", None, 0.0, Priority.BATCH)
+    held = {one.request.session_id for one in machine.router.held_requests.queue}
+    machine.begin_session(33, "g1", 71, 40, False, 0.0, True, Priority.INTERACTIVE)
+    machine.finish("r0", "OK", None)
+    machine.admission_is_switched(applies=False)
+    machine.begin_session(2, "g1", 1, 2, False, 0.0, False)
+    [again] = [one for one in machine.router.parked_requests.queue if one.request.session_id == "n2"]
+    assert again.since < again.asked_at
+    machine.answer(0, "STOP", 0)
+    assert len(held - {one.request.session_id for one in machine.router.held_requests.queue}) == 1

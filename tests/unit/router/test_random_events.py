@@ -312,7 +312,9 @@ class StateMachine(RuleBasedStateMachine):
                 assert leaves is not None
                 assert leaves.gateway_id == effect.gateway_id
                 there = self.router.instances.get(leaves.instance_id)
-                assert there is None if effect.lost else self.router.instances.moves(leaves.instance_id)
+                # A gateway lets a lost request leave only if nobody is there: it is told so too if the instance is kept.
+                agent_gone = there is None or there.kept
+                assert agent_gone if effect.lost else self.router.instances.moves(leaves.instance_id)
             if isinstance(effect, ev.Placed | ev.Refused) and not _of_later_step(event, effect):
                 assert self.waiting.pop(effect.request_id) == effect.gateway_id
         assert {held.request.request_id: held.gateway_id for held in self.waiters()} == self.waiting
@@ -724,3 +726,19 @@ def test_what_a_gateway_said_to_run_on_a_producer_is_answered_by_another_when_it
     machine.ask_again(0)
     [reservation] = machine.router.reservations
     assert reservation.instance_id in ("a", "b")
+
+
+def test_gateways_hear_of_a_lost_agent_whose_instance_is_kept() -> None:
+    """Found by the machine: the engine had answered without its agent, and requests may hang there all the same."""
+    machine = StateMachine()
+    machine.begin(joined=True)
+    open_ = [machine.send_to("a") for _ in range(2)]
+    machine.agent_ends("a", goodbye=False)
+    machine.now += 4.0
+    machine.first_token(open_[0])
+    machine.now += 2.0
+    moves = {effect for effect in machine.handle(ev.Tick()) if isinstance(effect, ev.Move)}
+    assert moves == {ev.Move(request_id, "g1", lost=True) for request_id in open_}
+    there = machine.router.instances.get("a")
+    assert there is not None
+    assert there.kept

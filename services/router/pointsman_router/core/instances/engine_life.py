@@ -48,7 +48,8 @@ class LifeSettings:
 
 @dataclass(slots=True)
 class PoolAnswers:
-    """How many answers and errors the engines of a pool have sent, all together."""
+    """How many answers and errors the engines of a pool have sent, all together. An answer counts once, as an error does: else
+    errors would seem rarer than they are, and those of clients unlikely."""
 
     answers: int = 0
     errors: int = 0
@@ -123,10 +124,10 @@ class EngineLife:
         self.sign_at = now
         return self._closed() if self.cause == SILENCE and self.opened else False
 
-    def answered(self, request_id: str, now: float) -> bool:
-        """Record a first token, a done step or a complete answer."""
+    def answered(self, request_id: str, now: float, *, again: bool = False) -> bool:
+        """Record a first token, a done step or a complete answer. `again`: its first token is recorded already."""
         self.served(request_id)
-        self.pool.answers += 1
+        self.pool.answers += not again
         self.answers += 1
         self.answered_at = self.sign_at = now
         self.failures = self.errors = 0

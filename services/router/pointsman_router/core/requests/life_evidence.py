@@ -8,7 +8,7 @@ from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.engine_life import LifeSettings
 from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
 from pointsman_router.core.load.reservations import Reservation
-from pointsman_router.core.placement_types import InstanceState
+from pointsman_router.core.placement_types import InstanceState, Phase
 from pointsman_router.core.turn import Turn
 
 
@@ -56,7 +56,7 @@ class LifeEvidence:
         elif finished.outcome == "FAILED":
             changed = life.failed(request_id, now, settings)
         elif finished.outcome in ("OK", "REJECTED"):
-            changed = life.answered(request_id, now)
+            changed = life.answered(request_id, now, again=reservation.phase is Phase.DECODE)
         elif finished.inferred or finished.outcome != "CANCELLED":
             life.gone(request_id)
             changed = False
