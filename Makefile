@@ -106,7 +106,7 @@ dist: env  ## dist/: wheel and sdist of pointsman and of its connector, the whee
 	rm -rf dist
 	$(BIN)/uv build --quiet --no-build-isolation --python $(BIN)/python --out-dir dist .
 	$(BIN)/uv build --quiet --no-build-isolation --python $(BIN)/python --out-dir dist connector
-	rm -f dist/.gitignore
+	rm -rf dist/.gitignore connector/*.egg-info  # with its metadata beside it, engines of the tests would load the connector
 	$(BIN)/twine check --strict dist/*
 
 images:  ## all images by docker buildx: REGISTRY=... [PUSH=1] [PLATFORMS=linux/amd64,linux/arm64]

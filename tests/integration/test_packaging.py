@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -100,9 +101,12 @@ def run(*command: str | Path, status: int = 0) -> str:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     dist, folder = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("environments")
+    # A build writes metadata beside the packages, with which engines of other tests would load the plug-ins.
+    connector = folder / "connector"
+    shutil.copytree(ROOT / "connector", connector, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
     # As `make dist`: the wheel is built from the sdist.
-    for project, out in ((".", dist), ("connector", dist / "connector")):
-        build = ["build", "--no-build-isolation", "--python", sys.executable, "--out-dir", str(out), project]
+    for project, out in ((ROOT, dist), (connector, dist / "connector")):
+        build = ["build", "--no-build-isolation", "--python", sys.executable, "--out-dir", str(out), str(project)]
         subprocess.run([str(BIN / "uv"), *build], check=True, capture_output=True, cwd=ROOT, timeout=100)
     (wheel,) = dist.glob("pointsman-*.whl")
     return Installed(wheel, folder)
