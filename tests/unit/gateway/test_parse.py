@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -332,6 +333,33 @@ def test_an_engines_error_shows_no_address(address: str) -> None:
         message = json.loads(safe)["error"]["message"]
         assert message.startswith("Cannot reach <address>")
         assert message.endswith("position 12:30 is fine at 3.5")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (rb"a\ud83d b", rb"\ud83d"),
+        (rb"a\udE00 b", rb"\udE00"),
+        (rb"\ud83d\ude00 \\\ud83d", rb"\ud83d"),
+        (rb"\ud83d\ud83d\ude00", rb"\ud83d"),
+        (rb"\ud83d\ude00\ude00", rb"\ude00"),
+        (rb"\ud83d\ude00" * 20_000 + rb"\ud83d", rb"\ud83d"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_found(text: bytes, told: bytes) -> None:
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "%s"}]}' % text
+    with pytest.raises(ApiRequestError) as refused:
+        parse(Endpoint.CHAT, body)
+    at = int(re.fullmatch(r".*surrogate pair, (\S+), at byte (\d+)\.", refused.value.message)[2])  # type: ignore[index]
+    assert body[at : at + 6] == told
+    assert (refused.value.status, refused.value.code) == (400, "invalid_json")
+
+
+def test_whole_surrogate_pairs_and_escaped_backslashes_are_not_meant() -> None:
+    for text in (rb"\ud83d\ude00", rb"\\ud83d"):
+        parse(Endpoint.CHAT, b'{"model": "m", "messages": [{"role": "user", "content": "%s"}]}' % text)
+        with pytest.raises(ApiRequestError, match="not valid JSON"):
+            parse(Endpoint.CHAT, b'{"model": "m", "messages": "%s"' % text)
 
 
 @pytest.mark.parametrize(("status", "type_"), [(500, "server_error"), (503, "server_error"), (429, "rate_limit_error")])
