@@ -434,7 +434,7 @@ class LifeChanged(msgspec.Struct, frozen=True, gc=False):
     instance_id: str
     pool: str
     out: bool
-    cause: str = ""  # failures, errors or silence
+    cause: str = ""  # failures, errors, silence or unreached
     reason: str = ""
 
 

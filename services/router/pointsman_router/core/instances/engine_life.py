@@ -8,6 +8,8 @@ pattern is the circuit breaker of Nygard, Release It!. An answer puts the engine
 - An error (an answer 4xx or 5xx, or a connection that broke under a request) may be the fault of the request. As long as
   another engine has not answered the same request, errors in a row are compared with what the pool's other engines answer
   meanwhile (`_unlikely`). An error that a second engine repeats, which works otherwise, is the request's own fault.
+- An engine that answers nothing, silent or not reached, gets one request at a time even where no other engine is left: a trial
+  may begin `first_open_s` after the last one failed. The router refuses the others at once, instead of letting each wait.
 - Silence: the first byte of a request is overdue, and the engine has sent nothing else meanwhile. One overdue request puts the
   engine out. A client that left early, but long after the predicted first byte, counts as a failure.
 
@@ -22,18 +24,21 @@ from dataclasses import dataclass, field
 from math import inf, log
 from typing import NamedTuple
 
-CIRCUIT_OPEN = "circuit_open"
+# Why an engine that is out gets no request. What is excluded as NOT_ANSWERING gets none even if no other instance is there.
+CIRCUIT_OPEN, NOT_ANSWERING = "circuit_open", "not_answering"
 # How long after the predicted first byte a request is overdue, s.
 OVERDUE_S = 10.0
 # A request that leaves without a byte after LOST_SHARE times the predicted time, and at least LOST_S after it, is lost.
 LOST_SHARE, LOST_S = 3.0, 2.0
 # How long an answer or another byte shows that an engine lives whose agent calls it unhealthy, or is gone, s.
 SIGN_S = 10.0
+# Within what time routers are told of bytes, s: gateways tell every other second.
+TOLD_WITHIN_S = 3.0
 # Probability, under the error rate of the pool's other engines, below which errors in a row are the engine's own.
 UNLIKELY = 1e-6
 _LOG_UNLIKELY = log(UNLIKELY)
 # Causes for which an engine is out, or would be if it were not for its answers.
-FAILURES, ERRORS, SILENCE = "failures", "errors", "silence"
+FAILURES, ERRORS, SILENCE, UNREACHED = "failures", "errors", "silence", "unreached"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +83,9 @@ class EngineLife:
     opened: int = 0  # how many times in a row the engine was put out; 0: in
     out_since: float = 0.0
     until: float = 0.0  # when the next trial may begin
+    alone_until: float = 0.0  # when it may begin if no other instance of the pool gets requests
     trial: str = ""  # id of the request on trial, which shows whether the engine has recovered
-    cause: str = ""  # FAILURES, ERRORS or SILENCE, of the last time
+    cause: str = ""  # FAILURES, ERRORS, SILENCE or UNREACHED, of the last time
     # The requests without a byte, in order of placement, with streamed answers, and with answers that come as a whole.
     streams: OrderedDict[str, Wait] = field(default_factory=OrderedDict)
     wholes: OrderedDict[str, Wait] = field(default_factory=OrderedDict)
@@ -96,9 +102,22 @@ class EngineLife:
         """Return whether the engine must get no request at `now`: its pause has not ended, or a request is on trial."""
         return bool(self.opened) and (bool(self.trial) or now < self.until)
 
+    def excluded(self, now: float) -> str:
+        """Return why the engine gets no request at `now`; empty if it gets one."""
+        if not self.open(now):
+            return ""
+        return NOT_ANSWERING if self.answers_nothing(now) and (self.trial or now < self.alone_until) else CIRCUIT_OPEN
+
+    def answers_nothing(self, now: float) -> bool:
+        """Return whether the engine is out since it sends no answers at all, not even errors or the rest of older answers."""
+        if not self.opened or self.cause not in (SILENCE, UNREACHED):
+            return False
+        return self.sign_at <= self.out_since + TOLD_WITHIN_S or now > self.sign_at + SIGN_S
+
     def placed(self, request_id: str, now: float) -> None:
         """Record that a request goes to the engine. If the pause has ended, the request is on trial."""
-        if self.opened and not self.trial and now >= self.until:
+        begins = self.alone_until if self.answers_nothing(now) else self.until
+        if self.opened and not self.trial and now >= begins:
             self.trial = request_id
 
     def waits(self, request_id: str, wait: Wait, *, streamed: bool) -> None:
@@ -145,6 +164,7 @@ class EngineLife:
             return False
         else:
             self.out_since = now
+        self.alone_until = now + settings.first_open_s
         self.until = now + min(settings.first_open_s * 2.0**self.opened, settings.max_open_s)
         self.opened = min(self.opened + 1, 30)
         self.trial, self.cause = "", cause
@@ -171,7 +191,12 @@ class EngineLife:
                 self.pool.errors += 1
         elif not broke and witness and self.errors:
             self.errors -= 1
-        if self.opened == 1 and self.cause == FAILURES and not self.trial and self.failures < settings.failures:
+        if (
+            self.opened == 1
+            and self.cause in (FAILURES, UNREACHED)
+            and not self.trial
+            and self.failures < settings.failures
+        ):
             return self._closed()
         return False
 
@@ -241,4 +266,6 @@ class EngineLife:
             what = f"with status {self.status}" if self.status else "by breaking the connection"
             others = "others answer" if self.pool.answers > self._answers_before else "no other engine has answered"
             return f"it answered {self.errors} requests in a row {what}, and {others}"
+        if self.cause == UNREACHED:
+            return f"{self.failures} requests in a row failed on it, the last without any answer"
         return f"{self.failures} requests in a row failed on it"

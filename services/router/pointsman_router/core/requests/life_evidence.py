@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.instances.engine_life import LifeSettings
+from pointsman_router.core.instances.engine_life import FAILURES, UNREACHED, LifeSettings
 from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.placement_types import InstanceState
@@ -54,7 +54,8 @@ class LifeEvidence:
         if finished.refused or (finished.outcome == "REJECTED" and (finished.broke or status >= 400)):
             changed = life.errored(request_id, status, now, settings)
         elif finished.outcome == "FAILED":
-            changed = life.failed(request_id, now, settings)
+            cause = FAILURES if finished.broke or status else UNREACHED
+            changed = life.failed(request_id, now, settings, cause)
         elif finished.outcome in ("OK", "REJECTED"):
             changed = life.answered(request_id, now)
         elif finished.inferred or finished.outcome != "CANCELLED":
@@ -77,7 +78,7 @@ class LifeEvidence:
     def sign(self, record: InstanceRecord, now: float) -> None:
         """Record any other progress of an instance's requests. Mutates."""
         changed = record.life.sign(now)
-        if changed or record.state is InstanceState.UNHEALTHY:
+        if changed or record.life.opened or record.state is InstanceState.UNHEALTHY:
             self._judged(record, changed=changed)
 
     def tick(self, now: float) -> None:
