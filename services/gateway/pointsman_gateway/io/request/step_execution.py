@@ -34,7 +34,7 @@ from pointsman_gateway.core.request.transfer_params import (
     slice_request,
     with_session_end,
 )
-from pointsman_gateway.core.streaming.answer_form import begins_as_events, has_json_form
+from pointsman_gateway.core.streaming.answer_form import begins_as_events, has_answer, has_json_form
 from pointsman_gateway.core.streaming.id_comments import without_comments
 from pointsman_gateway.core.streaming.rest_of_text import RestOfText
 from pointsman_gateway.core.streaming.sse import SseFilter
@@ -61,6 +61,7 @@ _JSON = {"Content-Type": "application/json"}
 NOT_FOUND = 404
 # Number of events after which an answer that breaks off has not been broken by what broke it before.
 PROGRESS_TOKENS = 16
+NO_ANSWER = 500  # what an answer with status 200 counts as that has none
 NOT_IMPLEMENTED = 501  # not retried: no other instance of the model implements it either
 
 
@@ -276,6 +277,10 @@ class EngineSteps:
                     raise AbortedByEngine
                 if answer.status == 200 and not has_json_form(body):
                     raise UpstreamError("an answer that is no JSON", answer.status)
+                if answer.status == 200 and not has_answer(call.endpoint, body):
+                    # As a 500 with this body, which may be the fault of the request, too.
+                    self._set_error(NO_ANSWER, body)
+                    raise UpstreamError("status 200 without an answer", NO_ANSWER, refused=True)
                 headers = client_headers(answer.headers) | headers
                 if answer.status >= 400:
                     body = redact_error(call.endpoint.error_format, answer.status, body)
@@ -337,8 +342,11 @@ class EngineSteps:
             body = await self._shared.upstream.read_all(answer, MAX_ERROR_BYTES, self._held)
         except (UpstreamError, NoRoomForAnswer):
             body = b""
+        self._set_error(answer.status, body)
+
+    def _set_error(self, status: int, body: bytes) -> None:
         error_format = self._context.call.endpoint.error_format
-        self.whole_response = Response(answer.status, redact_error(error_format, answer.status, body), dict(_JSON))
+        self.whole_response = Response(status, redact_error(error_format, status, body), dict(_JSON))
 
     async def relay_response(self, attempt: Attempt, headers: dict[str, str]) -> Event:
         """Relay the answer from its first byte to its end. If the client disconnects this is cancelled; see stream_end()."""
