@@ -95,6 +95,25 @@ def test_an_engine_that_answers_one_status_to_everything_gets_few_requests(
     state_.check_invariants()
 
 
+def test_an_engine_whose_streams_break_after_their_first_token_gets_few_requests() -> None:
+    """Four requests at a time, so that first tokens come between the breaks."""
+    state_ = fleet("a", "b", "c")
+    there: dict[str, str] = {}
+    first = []
+    for number in range(240):
+        now, name = number / 50, f"r{number}"
+        first.append(placed(state_, name, now))
+        there[name] = first[-1]
+        state_.handle(ev.FirstToken(name), now)
+        if len(there) > 4:
+            ends = next(iter(there))
+            outcome = ev.Finished(ends, "FAILED", broke=True) if there.pop(ends) == "a" else ev.Finished(ends, "OK")
+            state_.handle(outcome, now)
+    assert out(state_) == ["a"]
+    assert first[40:].count("a") <= 8
+    state_.check_invariants()
+
+
 @pytest.mark.parametrize("status", [400, 404, 501])
 def test_without_retries_too(status: int) -> None:
     """A proxy that sends the requests in place of the gateway gets one answer for each."""

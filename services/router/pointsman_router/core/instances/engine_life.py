@@ -8,6 +8,8 @@ pattern is the circuit breaker of Nygard, Release It!. An answer puts the engine
 - An error (an answer 4xx or 5xx, or a connection that broke under a request) may be the fault of the request. As long as
   another engine has not answered the same request, errors in a row are compared with what the pool's other engines answer
   meanwhile (`_unlikely`). An error that a second engine repeats, which works otherwise, is the request's own fault.
+- A stream that breaks after its first token is a failure and an error. First tokens, of it or of others, end no series of such
+  breaks: only an answer that ended well does, or a request on trial whose answer has gone on for `PROGRESS_S`.
 - An engine that answers nothing, silent or not reached, gets one request at a time even where no other engine is left: a trial
   may begin `first_open_s` after the last one failed. The router refuses the others at once, instead of letting each wait.
 - Silence: the first byte of a request is overdue, and the engine has sent nothing else meanwhile. One overdue request puts the
@@ -32,6 +34,8 @@ OVERDUE_S = 10.0
 LOST_SHARE, LOST_S = 3.0, 2.0
 # How long an answer or another byte shows that an engine lives whose agent calls it unhealthy, or is gone, s.
 SIGN_S = 10.0
+# How long after its first token a request on trial shows that the engine's answers go on, s.
+PROGRESS_S = 10.0
 # Within what time routers are told of bytes, s: gateways tell every other second.
 TOLD_WITHIN_S = 3.0
 # Probability, under the error rate of the pool's other engines, below which errors in a row are the engine's own.
@@ -79,12 +83,14 @@ class EngineLife:
     sign_at: float = -inf  # when the last byte came, or the last progress of a prefill
     failures: int = 0  # in a row
     errors: int = 0  # in a row, of which no other engine has shown whose fault they were
+    breaks: int = 0  # those of the errors that are streams which broke after their first token
     status: int = 0  # HTTP status of the last error; 0: a broken connection
     opened: int = 0  # how many times in a row the engine was put out; 0: in
     out_since: float = 0.0
     until: float = 0.0  # when the next trial may begin
     alone_until: float = 0.0  # when it may begin if no other instance of the pool gets requests
     trial: str = ""  # id of the request on trial, which shows whether the engine has recovered
+    trial_began: float = inf  # when the first token of the request on trial came
     cause: str = ""  # FAILURES, ERRORS, SILENCE or UNREACHED, of the last time
     # The requests without a byte, in order of placement, with streamed answers, and with answers that come as a whole.
     streams: OrderedDict[str, Wait] = field(default_factory=OrderedDict)
@@ -118,7 +124,7 @@ class EngineLife:
         """Record that a request goes to the engine. If the pause has ended, the request is on trial."""
         begins = self.alone_until if self.answers_nothing(now) else self.until
         if self.opened and not self.trial and now >= begins:
-            self.trial = request_id
+            self.trial, self.trial_began = request_id, inf
 
     def waits(self, request_id: str, wait: Wait, *, streamed: bool) -> None:
         """Record that a placed request waits for its first byte. `streamed`: the gateway will tell the first one."""
@@ -140,15 +146,33 @@ class EngineLife:
     def sign(self, now: float) -> bool:
         """Record a byte of any answer, or the progress of a prefill. It ends a silence."""
         self.sign_at = now
+        if self.trial and now - self.trial_began >= PROGRESS_S:
+            return self.answered(self.trial, now)
         return self._closed() if self.cause == SILENCE and self.opened else False
 
+    def began(self, request_id: str, now: float) -> bool:
+        """Record a first token, or a done step."""
+        if not self.breaks:
+            return self.answered(request_id, now)
+        self.served(request_id)
+        # Own answers are not those of others, with which breaks are compared.
+        self.pool.answers += 1
+        self._answers_before += 1
+        self._errors_before += self.errors - self.breaks
+        self.answers += 1
+        self.answered_at = self.sign_at = now
+        self.failures, self.errors = 0, self.breaks
+        if self.opened and self.trial == request_id:
+            self.trial_began = now
+        return False
+
     def answered(self, request_id: str, now: float) -> bool:
-        """Record a first token, a done step or a complete answer."""
+        """Record a complete answer."""
         self.served(request_id)
         self.pool.answers += 1
         self.answers += 1
         self.answered_at = self.sign_at = now
-        self.failures = self.errors = 0
+        self.failures = self.errors = self.breaks = 0
         self._answers_before, self._errors_before = self.pool.answers, self.pool.errors
         return self._closed() if self.opened else False
 
@@ -181,10 +205,27 @@ class EngineLife:
             return self.failed(request_id, now, settings, ERRORS)
         return False
 
+    def broke_off(self, request_id: str, now: float, settings: LifeSettings) -> bool:
+        """Record that a stream broke after its first token: as a failure, and as an error in place of an answer."""
+        self.breaks += 1
+        self.errors += 1
+        self.pool.errors += 1
+        self.pool.answers -= 1
+        self._answers_before -= 1
+        self.status = 0
+        if self.trial == request_id or (not self.opened and self._unlikely()):
+            self.failures = max(self.failures, settings.failures - 1)
+            return self.failed(request_id, now, settings, ERRORS)
+        return self.failed(request_id, now, settings)
+
     def excused(self, settings: LifeSettings, *, broke: bool, witness: bool) -> bool:
         """Take back the last error, or failure (`broke`), since another engine repeated it with the same request. `witness`:
         whether that engine works otherwise; if not, it counts as an error that no other engine has explained."""
-        if broke and self.failures:
+        if broke and self.breaks:
+            self.breaks -= 1
+            self.failures = max(self.failures - 1, 0)
+            self.errors -= witness
+        elif broke and self.failures:
             self.failures -= 1
             if not witness:
                 self.errors += 1
@@ -244,13 +285,13 @@ class EngineLife:
 
     def _unlikely(self) -> bool:
         """Return whether the errors in a row would be most unlikely if the engine answered as the pool's others do."""
-        answers = self.pool.answers - self._answers_before
+        answers = max(self.pool.answers - self._answers_before, 0)
         errors = self.pool.errors - self._errors_before - self.errors
         # Laplace's estimate of the others' error rate: near 1 as long as they have answered nothing either.
         return self.errors * log((max(errors, 0) + 1) / (answers + max(errors, 0) + 2)) < _LOG_UNLIKELY
 
     def _closed(self) -> bool:
-        self.failures = self.errors = self.opened = 0
+        self.failures = self.errors = self.breaks = self.opened = 0
         self.trial = self.cause = ""
         return True
 

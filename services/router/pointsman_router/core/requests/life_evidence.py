@@ -8,7 +8,7 @@ from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.engine_life import FAILURES, UNREACHED, LifeSettings
 from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
 from pointsman_router.core.load.reservations import Reservation
-from pointsman_router.core.placement_types import InstanceState
+from pointsman_router.core.placement_types import InstanceState, Phase
 from pointsman_router.core.turn import Turn
 
 
@@ -26,10 +26,10 @@ class LifeEvidence:
         changes, self.changes = self.changes, []
         return changes
 
-    def answered(self, reservation: Reservation, now: float) -> None:
-        """Record that an instance sent a first token or a complete answer, or completed a step. Mutates."""
+    def began(self, reservation: Reservation, now: float) -> None:
+        """Record that an instance sent a first token, or completed a step. Mutates."""
         if (record := self._instances.get(reservation.instance_id)) is not None:
-            self._judged(record, changed=record.life.answered(reservation.request_id, now))
+            self._judged(record, changed=record.life.began(reservation.request_id, now))
 
     def failed(self, reservation: Reservation, now: float) -> None:
         """Record that an instance failed at a step. Mutates."""
@@ -53,6 +53,8 @@ class LifeEvidence:
         # 501 is passed on like a 4xx, since no engine of the model should do what one cannot.
         if finished.refused or (finished.outcome == "REJECTED" and (finished.broke or status >= 400)):
             changed = life.errored(request_id, status, now, settings)
+        elif finished.outcome == "FAILED" and reservation.phase is Phase.DECODE:
+            changed = life.broke_off(request_id, now, settings)
         elif finished.outcome == "FAILED":
             cause = FAILURES if finished.broke or status else UNREACHED
             changed = life.failed(request_id, now, settings, cause)
