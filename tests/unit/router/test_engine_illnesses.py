@@ -444,3 +444,21 @@ def test_engines_that_break_everything_are_out_though_they_agree() -> None:
             state_.handle(end, number / 50)
             tried = (*tried, there)
     assert out(state_) == ["a", "b"]
+
+
+@pytest.mark.parametrize("count", [100, None])
+def test_an_engine_whose_answers_stop_is_out_and_they_move_if_its_own_count_says_so(count: int | None) -> None:
+    state_ = fleet("a", "b")
+    there = placed(state_, "r", 0.0, movable=True)
+    stream = 1 + "ab".index(there)
+    state_.handle(ev.FirstToken("r"), 0.5)
+    moves: list[ev.Effect] = []
+    for second in range(1, 16):
+        report = ev.LoadReported(stream, there, Load(float(second), running=1, generation_tokens=count))
+        state_.handle(report, float(second))
+        if second >= 11:
+            state_.handle(ev.Heard((), ("r",)), float(second))
+        moves += [effect for effect in state_.handle(ev.Tick(), float(second)) if isinstance(effect, ev.Move)]
+    assert out(state_) == ([there] if count else [])
+    assert moves[:1] == ([ev.Move("r", "g", silent=True)] if count else [])
+    state_.check_invariants()

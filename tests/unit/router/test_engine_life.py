@@ -272,3 +272,40 @@ def test_a_break_that_another_engine_repeats_is_the_fault_of_the_request() -> No
         assert not breaks(one, f"r{number}")
         one.excused(SETTINGS, broke=True, witness=True)
         assert (one.breaks, one.errors, one.failures) == (0, 0, 0)
+
+
+def test_answers_that_stand_still_count_as_breaks_once_each() -> None:
+    pool = PoolAnswers()
+    ill, well = EngineLife(pool), EngineLife(pool)
+    number = 0
+    while not ill.opened:
+        request = f"r{number}"
+        ill.placed(request, 0.0)
+        ill.began(request, 0.0)
+        for _ in range(10):
+            ill.stalled(request, 20.0, SETTINGS, idle=False)
+        ill.left(request, 20.0, SETTINGS)
+        answers(well, f"w{number}")
+        number += 1
+        assert number < 20
+    assert number > 3
+    assert not ill.standing
+    ill.placed("trial", 100.0)
+    assert not ill.began("trial", 100.0)
+    assert ill.stalled("trial", 111.0, SETTINGS, idle=False), "the trial has failed"
+
+
+def test_an_engine_that_generates_nothing_while_its_answers_stand_still_is_out_at_once() -> None:
+    life = EngineLife()
+    life.placed("r", 0.0)
+    life.began("r", 0.0)
+    assert not life.stalled("r", 10.0, SETTINGS, idle=False)
+    life.sign(5.0)
+    assert not life.stalled("r", 12.0, SETTINGS, idle=True), "it has sent another answer's bytes"
+    assert life.stalled("r", 16.0, SETTINGS, idle=True)
+    assert (life.cause, life.why()) == ("silence", "its answers stand still, and it computes nothing")
+    life.placed("trial", 20.0)
+    assert not life.began("trial", 20.0)
+    assert not life.sign(21.0)
+    assert life.answered("trial", 22.0)
+    assert not life.opened

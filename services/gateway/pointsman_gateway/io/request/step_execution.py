@@ -177,6 +177,11 @@ class EngineSteps:
         """Return whether the open request of a SERVE has no answer yet, not even a status, and can be asked anew elsewhere."""
         return self._upstream is None and self._proxy is None and step.kv_source is None and not self._writer.begun
 
+    def waits_for_bytes(self) -> bool:
+        """Return whether the gateway waits for the next bytes of an open answer, and not for its client to read. Of a proxy's
+        answer this is unknown."""
+        return self._proxy is None and self._upstream is not None and not self._upstream.paused
+
     def instance_lost(self, step: StepAssigned) -> None:
         """Handle that the router has lost the agent of a step's instance: what is silent there fails if nobody is there any
         more."""

@@ -10,6 +10,8 @@ pattern is the circuit breaker of Nygard, Release It!. An answer puts the engine
   meanwhile (`_unlikely`). An error that a second engine repeats, which works otherwise, is the request's own fault.
 - A stream that breaks after its first token is a failure and an error. First tokens, of it or of others, end no series of such
   breaks: only an answer that ended well does, or a request on trial whose answer has gone on for `PROGRESS_S`.
+- An answer that has begun and stands still counts as a break, too. An engine that meanwhile sends nothing else, and by its own
+  count generates nothing, is out at once. Words that parsers hold back stand still at all engines of the pool.
 - An engine that answers nothing, silent or not reached, gets one request at a time even where no other engine is left: a trial
   may begin `first_open_s` after the last one failed. The router refuses the others at once, instead of letting each wait.
 - Silence: the first byte of a request is overdue, and the engine has sent nothing else meanwhile. One overdue request puts the
@@ -34,6 +36,8 @@ OVERDUE_S = 10.0
 LOST_SHARE, LOST_S = 3.0, 2.0
 # How long an answer or another byte shows that an engine lives whose agent calls it unhealthy, or is gone, s.
 SIGN_S = 10.0
+# How long nothing has come from an engine whose begun answers stand still, s.
+STALLED_S = 10.0
 # How long after its first token a request on trial shows that the engine's answers go on, s.
 PROGRESS_S = 10.0
 # Within what time routers are told of bytes, s: gateways tell every other second.
@@ -95,6 +99,7 @@ class EngineLife:
     # The requests without a byte, in order of placement, with streamed answers, and with answers that come as a whole.
     streams: OrderedDict[str, Wait] = field(default_factory=OrderedDict)
     wholes: OrderedDict[str, Wait] = field(default_factory=OrderedDict)
+    standing: set[str] = field(default_factory=set)  # the open requests whose answers have stood still
     # The pool's answers and errors when this engine last answered.
     _answers_before: int = 0
     _errors_before: int = 0
@@ -148,7 +153,7 @@ class EngineLife:
         self.sign_at = now
         if self.trial and now - self.trial_began >= PROGRESS_S:
             return self.answered(self.trial, now)
-        return self._closed() if self.cause == SILENCE and self.opened else False
+        return self._closed() if self.cause == SILENCE and self.opened and not self.breaks else False
 
     def began(self, request_id: str, now: float) -> bool:
         """Record a first token, or a done step."""
@@ -207,12 +212,8 @@ class EngineLife:
 
     def broke_off(self, request_id: str, now: float, settings: LifeSettings) -> bool:
         """Record that a stream broke after its first token: as a failure, and as an error in place of an answer."""
-        self.breaks += 1
-        self.errors += 1
-        self.pool.errors += 1
-        self.pool.answers -= 1
-        self._answers_before -= 1
-        self.status = 0
+        if request_id not in self.standing:
+            self._broke()
         if self.trial == request_id or (not self.opened and self._unlikely()):
             self.failures = max(self.failures, settings.failures - 1)
             return self.failed(request_id, now, settings, ERRORS)
@@ -246,6 +247,20 @@ class EngineLife:
         self.failures = max(self.failures, settings.failures - 1)
         return self.failed(self.trial, now, settings, SILENCE)
 
+    def stalled(self, request_id: str, now: float, settings: LifeSettings, *, idle: bool) -> bool:
+        """Record that an answer has begun and stands still; more than one record of an answer counts once. `idle`: the engine
+        generates nothing. If it has sent nothing else meanwhile either, it is out at once."""
+        if request_id not in self.standing:
+            self.standing.add(request_id)
+            self._broke()
+            if self.trial == request_id or (not self.opened and self._unlikely()):
+                self.failures = max(self.failures, settings.failures - 1)
+                return self.failed(request_id, now, settings, ERRORS)
+        if not idle or self.opened or now - self.sign_at < STALLED_S:
+            return False
+        self.failures = max(self.failures, settings.failures - 1)
+        return self.failed(request_id, now, settings, SILENCE)
+
     def served(self, request_id: str) -> None:
         """Record that a request waits for its first byte no longer."""
         if self.streams.pop(request_id, None) is None:
@@ -267,6 +282,7 @@ class EngineLife:
     def gone(self, request_id: str) -> None:
         """Record that a request is not at the engine any more, without any evidence."""
         self.served(request_id)
+        self.standing.discard(request_id)
         if self.trial == request_id:
             self.trial = ""
 
@@ -282,6 +298,15 @@ class EngineLife:
         # After each sign the first of those that wait has its own time again.
         by = max(wait.placed_at + wait.predicted_s, self.sign_at + wait.alone_s)
         return now >= by + OVERDUE_S
+
+    def _broke(self) -> None:
+        """Count an error in place of an answer that had begun."""
+        self.breaks += 1
+        self.errors += 1
+        self.pool.errors += 1
+        self.pool.answers -= 1
+        self._answers_before -= 1
+        self.status = 0
 
     def _unlikely(self) -> bool:
         """Return whether the errors in a row would be most unlikely if the engine answered as the pool's others do."""
@@ -301,6 +326,8 @@ class EngineLife:
         """Return what put the engine out, for people; empty while it is in."""
         if not self.opened:
             return ""
+        if self.cause == SILENCE and self.breaks:
+            return "its answers stand still, and it computes nothing"
         if self.cause == SILENCE:
             return "it sent nothing, long after a first token was due"
         if self.cause == ERRORS:

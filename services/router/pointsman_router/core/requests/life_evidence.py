@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.instances.engine_life import FAILURES, UNREACHED, LifeSettings
+from pointsman_router.core.instances.engine_life import FAILURES, STALLED_S, UNREACHED, LifeSettings
 from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.placement_types import InstanceState, Phase
@@ -76,6 +76,13 @@ class LifeEvidence:
         for instance_id in instance_ids:
             if (record := self._instances.get(instance_id)) is not None:
                 self.sign(record, now)
+
+    def stalled(self, reservation: Reservation, now: float) -> None:
+        """Record that an answer has begun and stands still. Mutates."""
+        record = self._instances.get(reservation.instance_id)
+        if record is not None and reservation.phase is Phase.DECODE:
+            idle = record.computes_nothing(STALLED_S, now)
+            self._judged(record, changed=record.life.stalled(reservation.request_id, now, self._settings, idle=idle))
 
     def sign(self, record: InstanceRecord, now: float) -> None:
         """Record any other progress of an instance's requests. Mutates."""
