@@ -221,8 +221,8 @@ leaves after 5 s without its whole answer. An illness lasts 8 s (16 s where noth
   (503, which a client may repeat), of all that were sent from 2 s before the illness until the engine was back.
 - **out, back**: seconds from the beginning of the illness until the router listed the engine as out, or not READY, and from its
   end (a restarted engine answers again) until it was in and had answered. What is not READY may get requests.
-- **alone**: where no engine is well, requests are placed on the ill one all the same, unless it sleeps: they may fail where 0.2.0
-  refused them.
+- **alone**: where no engine is well, requests are placed on the ill one all the same, unless it sleeps or answers nothing: they
+  may fail where 0.2.0 refused them. One that answers nothing gets one request at a time.
 - **share**: of the requests in the second half of the illness, those that reached the ill engine; one at a time are tried there.
 - **0.2.0**: the same, with agent, router and gateway of version 0.2.0.
 """

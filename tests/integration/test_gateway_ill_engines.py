@@ -78,3 +78,17 @@ async def test_what_two_engines_reject_is_the_clients_fault(up: Stack) -> None:
     await up.router.until(lambda: len(up.router.finished) == 2)
     rejected = up.router.finished[1]
     assert (rejected.outcome, list(rejected.alike)) == (placement_pb2.OUTCOME_REJECTED, ["i0"])
+
+
+async def test_an_error_with_status_200_is_an_error_that_another_engine_is_asked_about(up: Stack) -> None:
+    up.engines[0].mode = "200"
+    status, body, _ = await post(up, "/v1/chat/completions", json=CHAT)
+    assert (status, len(body["choices"])) == (200, 1)
+    await up.router.until(lambda: len(up.router.finished) == 2)
+    failed, ended = up.router.finished
+    assert (failed.outcome, failed.http_status, failed.refused) == (placement_pb2.OUTCOME_FAILED, 500, True)
+    assert ended.outcome == placement_pb2.OUTCOME_OK
+    for engine in up.engines:
+        engine.mode = "200"
+    status, error, _ = await post(up, "/v1/chat/completions", json=CHAT)
+    assert (status, error["error"]["message"]) == (500, "no")

@@ -170,7 +170,7 @@ async def test_an_instance_that_fails_for_one_gateway_is_left_alone_by_all(monke
         for number in range(2):
             placement = await one.place(f"f{number}", exclude=["b"])
             assert placement.step.instance.instance_id == "a"
-            await one.finish(f"f{number}", outcome=placement_pb2.OUTCOME_FAILED, error="status 500")
+            await one.finish(f"f{number}", outcome=placement_pb2.OUTCOME_FAILED, error="status 500", http_status=500)
 
         async def excluded() -> bool:
             fleet = await other.fleet()

@@ -36,6 +36,8 @@ SHOWN = 5
 LONG_CORDONED_S = 86_400.0
 # States in which an instance can get requests.
 PLACEABLE = (fleet_pb2.INSTANCE_STATE_SYNCING, fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_LOST)
+# Causes (Life.out_cause) for which the router refuses requests if all instances are out.
+ANSWERS_NOTHING = ("silence", "unreached")
 
 
 def examine(
@@ -184,8 +186,11 @@ def placeability(model: str, pool: Sequence[fleet_pb2.InstanceStatus]) -> Iterat
     counts = Counter(state_words(status) + ", out" * status.circuit_open for status in pool)
     states = ", ".join(f"{count} {words}" for words, count in sorted(counts.items()))
     # What an operator has not ruled out, and is not asleep, gets requests if there is nothing better.
-    if any(status.state in (*PLACEABLE, fleet_pb2.INSTANCE_STATE_UNHEALTHY) for status in pool):
-        found = f"none healthy: {states}; requests are placed on them all the same"
+    asked = [status for status in pool if status.state in (*PLACEABLE, fleet_pb2.INSTANCE_STATE_UNHEALTHY)]
+    if asked:
+        mute = all(status.life.out_cause in ANSWERS_NOTHING for status in asked)
+        what = "each is tried by one request at a time, the others get 503"
+        found = f"none healthy: {states}; {what if mute else 'requests are placed on them all the same'}"
         yield Finding(Finding.FAIL, f"model {model}", found, "see the findings of each instance below")
         return
     ordered = [

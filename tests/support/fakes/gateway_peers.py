@@ -39,6 +39,7 @@ class FakeEngine:
 
     - ok, 400, 500, 501, 503
     - hang: no request is answered
+    - 200: each answer is 200 with an error object
     - page: each answer is 200 with a page of HTML, under the content type of the right answer
     - cut: the connection is closed in the middle of a stream
     - short: a stream ends without [DONE]
@@ -88,6 +89,8 @@ class FakeEngine:
         if body["model"] in self.unloaded:
             error = {"message": f"The model `{body['model']}` does not exist.", "type": "NotFoundError", "code": 404}
             return web.json_response({"error": error}, status=404)
+        if self.mode == "200":
+            return web.json_response({"error": {"message": "no", "type": "ServerError", "code": 500}})
         if self.mode == "400":
             return web.json_response({"error": {"message": "no", "type": "BadRequestError", "code": 400}}, status=400)
         self.open += 1

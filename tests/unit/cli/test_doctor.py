@@ -268,6 +268,9 @@ def test_a_model_of_which_no_instance_is_healthy_fails_and_gets_requests() -> No
     [finding] = placeability("m", [out, status("UNHEALTHY", "UNHEALTHY")])
     assert (finding.level, finding.check) == (Finding.FAIL, "model m")
     assert finding.found == "none healthy: 1 READY, out, 1 UNHEALTHY; requests are placed on them all the same"
+    out.life.out_cause = "unreached"
+    [finding] = placeability("m", [out])
+    assert finding.found == "none healthy: 1 READY, out; each is tried by one request at a time, the others get 503"
     [finding] = placeability("m", [out, status("READY")])
     assert (finding.level, finding.found) == (Finding.OK, "1 of 2 instances placeable")
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.engine_life import OVERDUE_S
+from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.placement_types import InstanceState, Load, PrefixSource
 from pointsman_router.core.router_state import RouterState
 from tests.support.router_values import join, place, request, state
@@ -91,6 +92,25 @@ def test_an_engine_that_answers_one_status_to_everything_gets_few_requests(
     first = [send(state_, f"r{number}", 1.0 + number / 50, {"a": status}) for number in range(120)]
     assert out(state_) == ["a"]
     assert first[20:].count("a") <= 5
+    state_.check_invariants()
+
+
+def test_an_engine_whose_streams_break_after_their_first_token_gets_few_requests() -> None:
+    """Four requests at a time, so that first tokens come between the breaks."""
+    state_ = fleet("a", "b", "c")
+    there: dict[str, str] = {}
+    first = []
+    for number in range(240):
+        now, name = number / 50, f"r{number}"
+        first.append(placed(state_, name, now))
+        there[name] = first[-1]
+        state_.handle(ev.FirstToken(name), now)
+        if len(there) > 4:
+            ends = next(iter(there))
+            outcome = ev.Finished(ends, "FAILED", broke=True) if there.pop(ends) == "a" else ev.Finished(ends, "OK")
+            state_.handle(outcome, now)
+    assert out(state_) == ["a"]
+    assert first[40:].count("a") <= 8
     state_.check_invariants()
 
 
@@ -248,6 +268,92 @@ def test_a_silent_engine_is_tried_by_one_request_at_a_time_with_growing_pauses()
     assert pauses == sorted(pauses)
 
 
+def refusals(answers: list[ev.Effect]) -> list[ev.Refused]:
+    return [effect for effect in answers if isinstance(effect, ev.Refused)]
+
+
+def asked(state_: RouterState, name: str, now: float) -> str:
+    """Return where a request is placed; empty if it is refused."""
+    answered = place(state_, request(name, tokens=100, streamed=True), now)
+    if isinstance(answered, ev.Refused):
+        assert (answered.code, answered.retry_after_s) == ("UNAVAILABLE", 1.0)
+        return ""
+    return answered.step.instance_id
+
+
+@pytest.mark.parametrize("pool", ["a", "abc"])
+def test_where_no_engine_is_reached_each_is_tried_by_one_request_a_second_and_the_others_are_refused(pool: str) -> None:
+    state_ = fleet(*pool)
+    placed_there, refused, now = 0, 0, 0.0
+    for number in range(200):
+        now = number / 20
+        if (there := asked(state_, f"r{number}", now)) != "":
+            placed_there += 1
+            state_.handle(ev.Finished(f"r{number}", "FAILED"), now)
+            assert there in pool
+        else:
+            refused += 1
+    assert out(state_) == list(pool)
+    assert placed_there <= (3 + 10) * len(pool)
+    assert refused >= 200 - placed_there
+    state_.check_invariants()
+    there = next(filter(None, (asked(state_, f"t{number}", now + number / 20) for number in range(1, 30))))
+    assert state_.handle(ev.FirstToken(next(iter(state_.reservations)).request_id), now + 2.0)
+    assert [asked(state_, f"after{number}", now + 2.0) for number in range(20)] == [there] * 20
+    state_.check_invariants()
+
+
+def test_where_the_only_engine_is_silent_one_request_at_a_time_waits_and_its_answer_lets_all_in() -> None:
+    state_ = fleet("a")
+    for number in range(5):
+        assert asked(state_, f"r{number}", 1.0) == "a"
+    state_.handle(ev.Tick(), 1.5 + OVERDUE_S)
+    assert out(state_) == ["a"]
+    assert asked(state_, "soon", 1.6 + OVERDUE_S) == ""
+    assert asked(state_, "trial", 2.5 + OVERDUE_S) == "a"
+    assert {asked(state_, f"s{number}", 3.0 + number) for number in range(10, 18)} == {""}
+    state_.handle(ev.Finished("trial", "CANCELLED"), 3.0 + OVERDUE_S)
+    assert asked(state_, "trial-2", 3.0 + OVERDUE_S) == "a", "its client left early: another one tries"
+    assert asked(state_, "more", 3.0 + OVERDUE_S) == ""
+    state_.handle(ev.FirstToken("trial-2"), 20.0)
+    assert {asked(state_, f"t{number}", 20.0) for number in range(8)} == {"a"}
+    state_.check_invariants()
+
+
+def test_a_pool_that_answers_errors_or_of_which_older_answers_go_on_is_not_refused() -> None:
+    """Another engine, or a later moment, may answer; and what sends bytes is reached by others."""
+    state_ = fleet("a", "b")
+    for number in range(60):
+        assert asked(state_, f"r{number}", 1.0) != ""
+        state_.handle(ev.Finished(f"r{number}", "FAILED", http_status=200), 1.0)
+    assert out(state_) == ["a", "b"]
+    state_ = fleet("a")
+    for number in range(3):
+        assert asked(state_, f"r{number}", 1.0) == "a"
+        state_.handle(ev.Finished(f"r{number}", "FAILED"), 1.0)
+    assert asked(state_, "s0", 1.1) == ""
+    state_.handle(ev.Heard(("a",)), 1.5)
+    assert asked(state_, "s1", 1.6) == "", "it may have been sent before"
+    state_.handle(ev.Heard(("a",)), 5.0)
+    assert {asked(state_, f"t{number}", 5.0) for number in range(8)} == {"a"}
+    state_.check_invariants()
+
+
+def test_held_requests_of_a_pool_that_is_not_reached_wait_for_the_trial() -> None:
+    state_ = fleet("a", limits=SaturationLimits(max_requests=3))
+    for number in range(3):
+        assert asked(state_, f"r{number}", 1.0) == "a"
+    assert not refusals(state_.handle(ev.PlaceRequested(request("held", tokens=10, streamed=True), "g"), 1.0))
+    state_.handle(ev.Tick(), 1.5 + OVERDUE_S)
+    assert out(state_) == ["a"]
+    for number in range(3):
+        effects = state_.handle(ev.Finished(f"r{number}", "CANCELLED"), 1.6 + OVERDUE_S)
+        assert not [effect for effect in effects if isinstance(effect, ev.Placed | ev.Refused)]
+    effects = state_.handle(ev.Tick(), 2.5 + OVERDUE_S)
+    assert [effect.request_id for effect in effects if isinstance(effect, ev.Placed)] == ["held"], "on trial"
+    state_.check_invariants()
+
+
 # ---- V1 and K2: agents that are wrong or gone ----
 
 
@@ -351,3 +457,21 @@ def test_engines_that_break_everything_are_out_though_they_agree() -> None:
             state_.handle(end, number / 50)
             tried = (*tried, there)
     assert out(state_) == ["a", "b"]
+
+
+@pytest.mark.parametrize("count", [100, None])
+def test_an_engine_whose_answers_stop_is_out_and_they_move_if_its_own_count_says_so(count: int | None) -> None:
+    state_ = fleet("a", "b")
+    there = placed(state_, "r", 0.0, movable=True)
+    stream = 1 + "ab".index(there)
+    state_.handle(ev.FirstToken("r"), 0.5)
+    moves: list[ev.Effect] = []
+    for second in range(1, 16):
+        report = ev.LoadReported(stream, there, Load(float(second), running=1, generation_tokens=count))
+        state_.handle(report, float(second))
+        if second >= 11:
+            state_.handle(ev.Heard((), ("r",)), float(second))
+        moves += [effect for effect in state_.handle(ev.Tick(), float(second)) if isinstance(effect, ev.Move)]
+    assert out(state_) == ([there] if count else [])
+    assert moves[:1] == ([ev.Move("r", "g", silent=True)] if count else [])
+    state_.check_invariants()

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pointsman_router.core.instances.engine_life import EngineLife, LifeSettings, PoolAnswers, Wait
+from pointsman_router.core.instances.engine_life import PROGRESS_S, EngineLife, LifeSettings, PoolAnswers, Wait
 
 SETTINGS = LifeSettings(failures=3, first_open_s=1.0, max_open_s=5.0)
 
@@ -202,3 +202,110 @@ class LifeMachine(RuleBasedStateMachine):
 
 TestLife = LifeMachine.TestCase
 TestLife.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+def breaks(life: EngineLife, request_id: str, now: float = 0.0) -> bool:
+    life.placed(request_id, now)
+    life.began(request_id, now)
+    changed = life.broke_off(request_id, now, SETTINGS)
+    life.gone(request_id)
+    return changed
+
+
+def answers(life: EngineLife, request_id: str, now: float = 0.0) -> None:
+    life.placed(request_id, now)
+    life.began(request_id, now)
+    life.answered(request_id, now)
+    life.gone(request_id)
+
+
+def test_streams_that_break_after_their_first_token_add_up_beside_others_that_end() -> None:
+    pool = PoolAnswers()
+    ill, well = EngineLife(pool), EngineLife(pool)
+    number = 0
+    while not breaks(ill, f"r{number}"):
+        answers(well, f"w{number}")
+        number += 1
+        assert number < 20
+    assert ill.opened
+    assert not well.opened
+    assert "by breaking the connection" in ill.why()
+    ill.placed("trial", 100.0)
+    assert not ill.began("trial", 100.0), "a first token shows nothing"
+    assert ill.broke_off("trial", 100.0, SETTINGS), "the trial has failed"
+    ill.placed("trial-2", 200.0)
+    ill.began("trial-2", 200.0)
+    assert ill.answered("trial-2", 200.0), "one that ends well puts it in"
+    assert (ill.opened, ill.errors, ill.failures) == (0, 0, 0)
+
+
+def test_a_long_answer_on_trial_shows_by_its_bytes_that_answers_go_on() -> None:
+    life = EngineLife()
+    for number in range(3):
+        life.began(f"r{number}", 0.0)
+    assert [life.broke_off(f"r{number}", 0.0, SETTINGS) for number in range(3)] == [False, False, True]
+    life.placed("trial", 1.0)
+    life.began("trial", 1.5)
+    assert not life.sign(1.5 + PROGRESS_S / 2)
+    assert life.sign(1.5 + PROGRESS_S)
+    assert not life.opened
+
+
+def test_an_answer_that_ends_between_breaks_and_pools_where_all_break_alike_put_nobody_out() -> None:
+    life = EngineLife()
+    for number in range(60):
+        breaks(life, f"r{number}")
+        breaks(life, f"s{number}")
+        answers(life, f"t{number}")
+        assert not life.opened
+    pool = PoolAnswers()
+    lives = [EngineLife(pool) for _ in range(3)]
+    for number in range(16):
+        assert not any(breaks(life, f"r{number}") for life in lives)
+
+
+def test_a_break_that_another_engine_repeats_is_the_fault_of_the_request() -> None:
+    pool = PoolAnswers()
+    one, other = EngineLife(pool), EngineLife(pool)
+    for number in range(60):
+        answers(other, f"w{number}")
+        assert not breaks(one, f"r{number}")
+        one.excused(SETTINGS, broke=True, witness=True)
+        assert (one.breaks, one.errors, one.failures) == (0, 0, 0)
+
+
+def test_answers_that_stand_still_count_as_breaks_once_each() -> None:
+    pool = PoolAnswers()
+    ill, well = EngineLife(pool), EngineLife(pool)
+    number = 0
+    while not ill.opened:
+        request = f"r{number}"
+        ill.placed(request, 0.0)
+        ill.began(request, 0.0)
+        for _ in range(10):
+            ill.stalled(request, 20.0, SETTINGS, idle=False)
+        ill.left(request, 20.0, SETTINGS)
+        answers(well, f"w{number}")
+        number += 1
+        assert number < 20
+    assert number > 3
+    assert not ill.standing
+    ill.placed("trial", 100.0)
+    assert not ill.began("trial", 100.0)
+    assert ill.stalled("trial", 111.0, SETTINGS, idle=False), "the trial has failed"
+
+
+def test_an_engine_that_generates_nothing_while_its_answers_stand_still_is_out_at_once() -> None:
+    life = EngineLife()
+    life.placed("r", 0.0)
+    life.began("r", 0.0)
+    assert not life.stalled("r", 10.0, SETTINGS, idle=False)
+    life.sign(5.0)
+    assert not life.stalled("r", 12.0, SETTINGS, idle=True), "it has sent another answer's bytes"
+    assert life.stalled("r", 16.0, SETTINGS, idle=True)
+    assert (life.cause, life.why()) == ("silence", "its answers stand still, and it computes nothing")
+    life.placed("trial", 20.0)
+    assert not life.began("trial", 20.0)
+    assert not life.sign(21.0)
+    assert life.answered("trial", 22.0)
+    assert not life.opened

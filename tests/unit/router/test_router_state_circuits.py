@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.instances.engine_life import CIRCUIT_OPEN, LifeSettings
+from pointsman_router.core.instances.engine_life import NOT_ANSWERING, LifeSettings
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.placement_types import Phase
 from pointsman_router.core.router_state import RouterState
@@ -27,19 +27,19 @@ def placed_on(state_: RouterState, name: str, now: float, **changes: Any) -> str
     return answer.step.instance_id
 
 
-def finish(state_: RouterState, name: str, outcome: str, now: float) -> list[ev.Effect]:
-    effects = state_.handle(ev.Finished(name, outcome), now)
+def finish(state_: RouterState, name: str, outcome: str, now: float, status: int = 0) -> list[ev.Effect]:
+    effects = state_.handle(ev.Finished(name, outcome, http_status=status), now)
     state_.check_invariants()
     return effects
 
 
-def break_(state_: RouterState, instance: str, now: float = 0.0) -> None:
+def break_(state_: RouterState, instance: str, now: float = 0.0, status: int = 0) -> None:
     others = tuple(
         record.info.instance_id for record in state_.instances.records() if record.info.instance_id != instance
     )
     for number in range(SETTINGS.failures):
         assert placed_on(state_, f"{instance}{number}@{now}", now, exclude=others) == instance
-        effects = finish(state_, f"{instance}{number}@{now}", "FAILED", now)
+        effects = finish(state_, f"{instance}{number}@{now}", "FAILED", now, status)
         assert (ev.FleetChanged() in effects) == (number == SETTINGS.failures - 1), "gateways are told at once"
 
 
@@ -78,8 +78,8 @@ def test_a_failed_trial_opens_it_for_longer_and_a_cancelled_one_lets_the_next_tr
 
 def test_where_all_fail_they_are_used_all_the_same() -> None:
     state_ = fleet("a", "b")
-    break_(state_, "a")
-    break_(state_, "b")
+    break_(state_, "a", status=200)
+    break_(state_, "b", status=200)
     assert announced(state_) == ["a", "b"]
     assert {placed_on(state_, f"r{number}", 0.1) for number in range(2)} == {"a", "b"}
 
@@ -112,7 +112,7 @@ def test_a_refused_request_is_an_answer_and_a_new_incarnation_starts_anew() -> N
     decision = state_.explain(request("why", tokens=10), 0.0)
     assert not isinstance(decision, ev.Refused)
     assert {candidate.instance_id: candidate.excluded for candidate in decision.view.candidates} == {
-        "a": CIRCUIT_OPEN,
+        "a": NOT_ANSWERING,
         "b": "",
     }
     join(state_, "a", 9, incarnation="2")

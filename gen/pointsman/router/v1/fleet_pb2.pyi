@@ -495,8 +495,8 @@ class Life(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     out_cause: _builtins.str
-    """Cause for which the instance gets no requests but one at a time on trial: "failures", "errors" or "silence". Empty if it gets
-    requests as its state says.
+    """Cause for which the instance gets no requests but one at a time on trial: "failures", "errors", "silence" or "unreached". Empty if
+    it gets requests as its state says.
     """
     reason: _builtins.str
     """The cause, for people. Also set if the instance gets requests against what its agent says, or without an agent."""

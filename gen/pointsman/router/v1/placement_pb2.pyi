@@ -1011,18 +1011,24 @@ class Heard(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INSTANCE_IDS_FIELD_NUMBER: _builtins.int
+    STALLED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def instance_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of the instances."""
+
+    @_builtins.property
+    def stalled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the requests whose response has begun and stood still for between 10 and 30 s, although the gateway waits for its bytes."""
 
     def __init__(
         self,
         *,
         instance_ids: _abc.Iterable[_builtins.str] | None = ...,
+        stalled: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_ids", b"instance_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_ids", b"instance_ids", "stalled", b"stalled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -165,7 +165,7 @@ class AgentReports:
         effects = self._heard(record, now) + self._prefix_knowledge.counted(record, event.load, now)
         effects += self._prefix_knowledge.compare(record, now)
         before = record.underlying_state
-        record.load = event.load
+        record.set_load(event.load, now)
         if event.load.steps is not None:
             self._prefill_observer.steps_reported(record.info, event.load.steps, now)
         if record.underlying_state is not before:

@@ -158,9 +158,11 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
 
 
 class Heard(msgspec.Struct, frozen=True, gc=False):
-    """A gateway has received bytes of answers from these instances since its last report of them."""
+    """A gateway has received bytes of answers from these instances since its last report of them. `stalled`: the requests
+    whose answers have begun, and of which it has waited for the next bytes for long."""
 
     instance_ids: tuple[str, ...]
+    stalled: tuple[str, ...] = ()
 
 
 class SessionEnded(msgspec.Struct, frozen=True, gc=False):
@@ -434,7 +436,7 @@ class LifeChanged(msgspec.Struct, frozen=True, gc=False):
     instance_id: str
     pool: str
     out: bool
-    cause: str = ""  # failures, errors or silence
+    cause: str = ""  # failures, errors, silence or unreached
     reason: str = ""
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, Use, compatible
-from pointsman_router.core.instances.engine_life import CIRCUIT_OPEN, SIGN_S
+from pointsman_router.core.instances.engine_life import CIRCUIT_OPEN, NOT_ANSWERING, SIGN_S
 from pointsman_router.core.instances.instance_registry import CandidateSnapshot, InstanceRecord, InstanceRegistry
 from pointsman_router.core.instances.saturation import SATURATED, SaturationLimits
 from pointsman_router.core.instances.session_shares import CANARY, LEAST_WEIGHTS, SessionShares
@@ -318,7 +318,7 @@ class FleetViewBuilder:
         return snapshot
 
     def _snapshot(self, record: InstanceRecord, now: float) -> CandidateSnapshot:
-        info, load, state = record.info, record.load, record.state
+        info, load, state, life = record.info, record.load, record.state, record.life
         kv = info.kv_transfer
         counters = self._reservations.counters(info.instance_id)
         fresh_until = load.sampled_at + self._stale_report_s if load else -inf
@@ -326,8 +326,9 @@ class FleetViewBuilder:
         saturated = self.limits.saturated(counters.num_requests, None if stale else load)
         changes_at = (
             fresh_until,
-            record.life.until,
-            record.life.sign_at + SIGN_S if state is InstanceState.UNHEALTHY else -inf,
+            life.until,
+            life.alone_until,
+            life.sign_at + SIGN_S if life.opened or state is InstanceState.UNHEALTHY else -inf,
             self._migrations.next_end(info.instance_id, now),
             *self._prefix_knowledge.source_changes_at(record),
         )
@@ -347,9 +348,9 @@ class FleetViewBuilder:
                 kv_usage=load.kv_usage if load else 0.0,
                 reported_at=load.sampled_at if load else None,
                 excluded=EXCLUDED_STATES.get(state)
-                or (CIRCUIT_OPEN if record.life.open(now) else "")
+                or life.excluded(now)
                 # What answers is alive, whatever its agent says.
-                or (UNHEALTHY if state is InstanceState.UNHEALTHY and now > record.life.sign_at + SIGN_S else "")
+                or (UNHEALTHY if state is InstanceState.UNHEALTHY and now > life.sign_at + SIGN_S else "")
                 or (SATURATED if saturated else ""),
                 recent_migrations=self._migrations.count(info.instance_id, now),
                 kv_capacity_tokens=info.kv_capacity_tokens,
@@ -399,14 +400,14 @@ def _with_own_remainder(candidate: Candidate, own: Reservation) -> Candidate:
     return replace(candidate, prefill_backlog=backlog)
 
 
-_MAY_BE_PLACED = frozenset(("", SATURATED, UNHEALTHY, CIRCUIT_OPEN))
+_MAY_BE_PLACED = frozenset(("", SATURATED, UNHEALTHY, CIRCUIT_OPEN, NOT_ANSWERING))
 
 
 def _forgiven(candidates: Sequence[Candidate]) -> str | None:
     """Return the reason for exclusion that does not count, since all instances that could serve have it; None: all count.
 
     That an agent calls an engine unhealthy counts only while another one is healthy: agents that reach no engine's metrics would
-    take a working pool out. An instance that may fail is better than none."""
+    take a working pool out. An instance that may fail is better than none, one that answers nothing (NOT_ANSWERING) is not."""
     found = set()
     for candidate in candidates:
         if not candidate.produces_only:

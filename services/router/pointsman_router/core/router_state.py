@@ -332,6 +332,9 @@ class RouterState:
                 return self._gateways.stream_opened(event, now)
             case ev.Heard():
                 self._evidence.heard(event.instance_ids, now)
+                for request_id in event.stalled:
+                    if (reservation := self.reservations.get(request_id)) is not None:
+                        self._evidence.stalled(reservation, now)
                 return []
             case ev.DrainsChanged():
                 self._turn.fleet_changed |= self.instances.drain(event.incarnations, event.moving)

@@ -392,7 +392,8 @@ class RequestStateMachine:
         if not failed.moved:
             self._exclude.append(instance_id)
         self._computed_at = ""
-        effects = self._end(_outcome(failed), failed.error, failed.status, refused=failed.refused)
+        broke = failed.broke and not failed.refused
+        effects = self._end(_outcome(failed), failed.error, failed.status, refused=failed.refused, broke=broke)
         if not failed.moved and self._retries >= self._timeouts.max_retries:
             return [*effects, self._failure(INTERNAL, "The request failed on every instance that was tried.")]
         return [*effects, *self._retry(now, counts=not failed.moved)]

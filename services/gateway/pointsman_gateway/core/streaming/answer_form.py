@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+from pointsman_gateway.core.api import Endpoint
+
 # Fields of server-sent events, and comments.
 _FIELDS = (b"data", b"event", b"id", b"retry", b":")
 _BLANK = b" \t\r\n"
+# What each answer of an API has, as it is written in JSON. An error object has none of them.
+_ANSWER = {
+    Endpoint.CHAT: b'"choices"',
+    Endpoint.COMPLETION: b'"choices"',
+    Endpoint.RESPONSES: b'"output"',
+    Endpoint.MESSAGES: b'"content"',
+    Endpoint.EMBEDDINGS: b'"data"',
+    Endpoint.RERANK: b'"results"',
+    Endpoint.SCORE: b'"data"',
+    Endpoint.POOLING: b'"data"',
+    Endpoint.CLASSIFY: b'"data"',
+}
 
 
 def has_json_form(body: bytes) -> bool:
     """Whether a body begins and ends as a JSON object or array does. Its inside is not looked at: O(1) but for blanks."""
     whole = body.strip(_BLANK)
     return whole[:1] + whole[-1:] in (b"{}", b"[]")
+
+
+def has_answer(endpoint: Endpoint, body: bytes) -> bool:
+    """Whether a body of JSON has what answers of the API have. Only the name is searched, not parsed: in a text it is escaped."""
+    return _ANSWER.get(endpoint, b"") in body
 
 
 def begins_as_events(arrived: bytes) -> bool:

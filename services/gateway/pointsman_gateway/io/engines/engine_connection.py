@@ -114,6 +114,11 @@ class UpstreamResponse:
         """The body's type in lower case, without parameters."""
         return self.headers.get("content-type").partition(";")[0].strip().lower()
 
+    @property
+    def paused(self) -> bool:
+        """Whether reading is paused."""
+        return self._paused
+
     async def read(self) -> bytes:
         """Return the bytes that arrived since the last call, at least one; b"" at the end. Raises UpstreamError."""
         await self.begun()

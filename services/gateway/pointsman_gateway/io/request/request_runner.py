@@ -273,7 +273,7 @@ class RequestRunner:
         self._steps.keep_prompt()
         before = self._steps.streamed_tokens
         counter = partial(self._streamed_since, before)
-        self._shared.router.set_token_counter(self._state_machine.attempt_id, counter)
+        self._shared.router.set_token_counter(self._state_machine.attempt_id, counter, self._steps.waits_for_bytes)
         try:
             assert self._state_machine.step is not None
             return await self._steps.relay_response(self._attempt, self._headers(self._state_machine.step))

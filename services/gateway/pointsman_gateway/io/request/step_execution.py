@@ -34,7 +34,7 @@ from pointsman_gateway.core.request.transfer_params import (
     slice_request,
     with_session_end,
 )
-from pointsman_gateway.core.streaming.answer_form import begins_as_events, has_json_form
+from pointsman_gateway.core.streaming.answer_form import begins_as_events, has_answer, has_json_form
 from pointsman_gateway.core.streaming.id_comments import without_comments
 from pointsman_gateway.core.streaming.rest_of_text import RestOfText
 from pointsman_gateway.core.streaming.sse import SseFilter
@@ -61,6 +61,7 @@ _JSON = {"Content-Type": "application/json"}
 NOT_FOUND = 404
 # Number of events after which an answer that breaks off has not been broken by what broke it before.
 PROGRESS_TOKENS = 16
+NO_ANSWER = 500  # what an answer with status 200 counts as that has none
 NOT_IMPLEMENTED = 501  # not retried: no other instance of the model implements it either
 
 
@@ -176,6 +177,11 @@ class EngineSteps:
         """Return whether the open request of a SERVE has no answer yet, not even a status, and can be asked anew elsewhere."""
         return self._upstream is None and self._proxy is None and step.kv_source is None and not self._writer.begun
 
+    def waits_for_bytes(self) -> bool:
+        """Return whether the gateway waits for the next bytes of an open answer, and not for its client to read. Of a proxy's
+        answer this is unknown."""
+        return self._proxy is None and self._upstream is not None and not self._upstream.paused
+
     def instance_lost(self, step: StepAssigned) -> None:
         """Handle that the router has lost the agent of a step's instance: what is silent there fails if nobody is there any
         more."""
@@ -276,6 +282,10 @@ class EngineSteps:
                     raise AbortedByEngine
                 if answer.status == 200 and not has_json_form(body):
                     raise UpstreamError("an answer that is no JSON", answer.status)
+                if answer.status == 200 and not has_answer(call.endpoint, body):
+                    # As a 500 with this body, which may be the fault of the request, too.
+                    self._set_error(NO_ANSWER, body, answer)
+                    raise UpstreamError("status 200 without an answer", NO_ANSWER, refused=True)
                 if answer.status >= 400:
                     body = redact_error(call.endpoint.error_format, answer.status, body)
                     headers = error_headers(answer.headers) | headers
@@ -338,9 +348,12 @@ class EngineSteps:
             body = await self._shared.upstream.read_all(answer, MAX_ERROR_BYTES, self._held)
         except (UpstreamError, NoRoomForAnswer):
             body = b""
+        self._set_error(answer.status, body, answer)
+
+    def _set_error(self, status: int, body: bytes, answer: UpstreamResponse) -> None:
         error_format = self._context.call.endpoint.error_format
-        redacted = redact_error(error_format, answer.status, body)
-        self.whole_response = Response(answer.status, redacted, error_headers(answer.headers))
+        redacted = redact_error(error_format, status, body)
+        self.whole_response = Response(status, redacted, error_headers(answer.headers))
 
     async def relay_response(self, attempt: Attempt, headers: dict[str, str]) -> Event:
         """Relay the answer from its first byte to its end. If the client disconnects this is cancelled; see stream_end()."""

@@ -32,6 +32,8 @@ FLUSH_TIMEOUT_S = 2.0
 REPORT_DELAY_S = 0.005
 # Interval of the reports of which instances send something, s.
 HEARD_S = 2.0
+# How long a begun answer has stood still when it is reported as stalled, and until when, s.
+STALLED_S, STALL_TOLD_S = 10.0, 30.0
 
 PlacementReply = placement_pb2.Placement | placement_pb2.Refusal
 
@@ -84,9 +86,20 @@ class _Request:
     asked_at: float | None = None
     generated: Callable[[], int] | None = None
     told_generated: int = 0
+    waits: Callable[[], bool] | None = None
+    progressed_at: float = 0.0  # when `generated` was last seen to grow, or the gateway not to wait, monotonic s
     placed_at: float = 0.0
     move: Callable[[bool], None] | None = None
     first_token_by: float | None = None
+
+    def progress(self, now: float) -> tuple[bool, bool]:
+        """Return whether the answer has progressed since the last call, and whether it has stood still for long. Mutates."""
+        if self.generated is None or self.waits is None:
+            return False, False
+        progressed = (count := self.generated()) != self.told_generated
+        if progressed or not self.waits():
+            self.told_generated, self.progressed_at = count, now
+        return progressed, STALLED_S <= now - self.progressed_at < STALL_TOLD_S
 
     @property
     def sequences(self) -> int:
@@ -287,11 +300,12 @@ class RouterClient:
         first_token = placement_pb2.FirstToken(request_id=request_id, refused_by=refused_by)
         self._report(one, placement_pb2.SessionRequest(first_token=first_token))
 
-    def set_token_counter(self, request_id: str, generated: Callable[[], int]) -> None:
-        """Set the function that returns the number of tokens generated so far, which is read when the request is announced."""
+    def set_token_counter(self, request_id: str, generated: Callable[[], int], waits: Callable[[], bool]) -> None:
+        """Set the functions that return the number of tokens generated so far, which is read when the request is announced, and
+        whether the answer's next bytes are waited for, and not for its client to read."""
         one = self._requests.get(request_id)
         if one is not None:
-            one.generated = generated
+            one.generated, one.waits, one.progressed_at = generated, waits, time.monotonic()
 
     def on_move(self, request_id: str, move: Callable[[bool], None]) -> None:
         """Set the function that is called when a router asks for the request to leave its instance: with True if the instance's
@@ -321,17 +335,21 @@ class RouterClient:
             self._pace.failed(one.instance_id, now)
 
     def _tell_heard(self) -> None:
-        """Report to the owners of pools the instances whose answers have progressed since the last report."""
-        heard: dict[RouterSession, set[str]] = {}
+        """Report to the owners of pools the instances whose answers have progressed since the last report, and the answers that
+        stand still."""
+        told: dict[RouterSession, tuple[set[str], set[str]]] = {}
+        now = time.monotonic()
         for one in self._requests.values():
-            if one.generated is None or (count := one.generated()) == one.told_generated:
-                continue
-            one.told_generated = count
-            if (session := self._route(one.request.model)) is not None:
-                heard.setdefault(session, set()).add(one.instance_id)
-        for session, instance_ids in heard.items():
-            told = placement_pb2.Heard(instance_ids=sorted(instance_ids))
-            session.send(placement_pb2.SessionRequest(heard=told), REPORT_DELAY_S)
+            progressed, stalled = one.progress(now)
+            if (progressed or stalled) and (session := self._route(one.request.model)) is not None:
+                heard, stands = told.setdefault(session, (set(), set()))
+                if progressed:
+                    heard.add(one.instance_id)
+                else:
+                    stands.add(one.request.request_id)
+        for session, (heard, stands) in told.items():
+            message = placement_pb2.Heard(instance_ids=sorted(heard), stalled=sorted(stands))
+            session.send(placement_pb2.SessionRequest(heard=message), REPORT_DELAY_S)
         self._hearing = asyncio.get_running_loop().call_later(HEARD_S, self._tell_heard)
 
     def session_begins(self, request: placement_pb2.PlacementRequest) -> None:

@@ -8,6 +8,12 @@ pattern is the circuit breaker of Nygard, Release It!. An answer puts the engine
 - An error (an answer 4xx or 5xx, or a connection that broke under a request) may be the fault of the request. As long as
   another engine has not answered the same request, errors in a row are compared with what the pool's other engines answer
   meanwhile (`_unlikely`). An error that a second engine repeats, which works otherwise, is the request's own fault.
+- A stream that breaks after its first token is a failure and an error. First tokens, of it or of others, end no series of such
+  breaks: only an answer that ended well does, or a request on trial whose answer has gone on for `PROGRESS_S`.
+- An answer that has begun and stands still counts as a break, too. An engine that meanwhile sends nothing else, and by its own
+  count generates nothing, is out at once. Words that parsers hold back stand still at all engines of the pool.
+- An engine that answers nothing, silent or not reached, gets one request at a time even where no other engine is left: a trial
+  may begin `first_open_s` after the last one failed. The router refuses the others at once, instead of letting each wait.
 - Silence: the first byte of a request is overdue, and the engine has sent nothing else meanwhile. One overdue request puts the
   engine out. A client that left early, but long after the predicted first byte, counts as a failure.
 
@@ -22,18 +28,25 @@ from dataclasses import dataclass, field
 from math import inf, log
 from typing import NamedTuple
 
-CIRCUIT_OPEN = "circuit_open"
+# Why an engine that is out gets no request. What is excluded as NOT_ANSWERING gets none even if no other instance is there.
+CIRCUIT_OPEN, NOT_ANSWERING = "circuit_open", "not_answering"
 # How long after the predicted first byte a request is overdue, s.
 OVERDUE_S = 10.0
 # A request that leaves without a byte after LOST_SHARE times the predicted time, and at least LOST_S after it, is lost.
 LOST_SHARE, LOST_S = 3.0, 2.0
 # How long an answer or another byte shows that an engine lives whose agent calls it unhealthy, or is gone, s.
 SIGN_S = 10.0
+# How long nothing has come from an engine whose begun answers stand still, s.
+STALLED_S = 10.0
+# How long after its first token a request on trial shows that the engine's answers go on, s.
+PROGRESS_S = 10.0
+# Within what time routers are told of bytes, s: gateways tell every other second.
+TOLD_WITHIN_S = 3.0
 # Probability, under the error rate of the pool's other engines, below which errors in a row are the engine's own.
 UNLIKELY = 1e-6
 _LOG_UNLIKELY = log(UNLIKELY)
 # Causes for which an engine is out, or would be if it were not for its answers.
-FAILURES, ERRORS, SILENCE = "failures", "errors", "silence"
+FAILURES, ERRORS, SILENCE, UNREACHED = "failures", "errors", "silence", "unreached"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +88,19 @@ class EngineLife:
     sign_at: float = -inf  # when the last byte came, or the last progress of a prefill
     failures: int = 0  # in a row
     errors: int = 0  # in a row, of which no other engine has shown whose fault they were
+    breaks: int = 0  # those of the errors that are streams which broke after their first token
     status: int = 0  # HTTP status of the last error; 0: a broken connection
     opened: int = 0  # how many times in a row the engine was put out; 0: in
     out_since: float = 0.0
     until: float = 0.0  # when the next trial may begin
+    alone_until: float = 0.0  # when it may begin if no other instance of the pool gets requests
     trial: str = ""  # id of the request on trial, which shows whether the engine has recovered
-    cause: str = ""  # FAILURES, ERRORS or SILENCE, of the last time
+    trial_began: float = inf  # when the first token of the request on trial came
+    cause: str = ""  # FAILURES, ERRORS, SILENCE or UNREACHED, of the last time
     # The requests without a byte, in order of placement, with streamed answers, and with answers that come as a whole.
     streams: OrderedDict[str, Wait] = field(default_factory=OrderedDict)
     wholes: OrderedDict[str, Wait] = field(default_factory=OrderedDict)
+    standing: set[str] = field(default_factory=set)  # the open requests whose answers have stood still
     # The pool's answers and errors when this engine last answered.
     _answers_before: int = 0
     _errors_before: int = 0
@@ -97,10 +114,23 @@ class EngineLife:
         """Return whether the engine must get no request at `now`: its pause has not ended, or a request is on trial."""
         return bool(self.opened) and (bool(self.trial) or now < self.until)
 
+    def excluded(self, now: float) -> str:
+        """Return why the engine gets no request at `now`; empty if it gets one."""
+        if not self.open(now):
+            return ""
+        return NOT_ANSWERING if self.answers_nothing(now) and (self.trial or now < self.alone_until) else CIRCUIT_OPEN
+
+    def answers_nothing(self, now: float) -> bool:
+        """Return whether the engine is out since it sends no answers at all, not even errors or the rest of older answers."""
+        if not self.opened or self.cause not in (SILENCE, UNREACHED):
+            return False
+        return self.sign_at <= self.out_since + TOLD_WITHIN_S or now > self.sign_at + SIGN_S
+
     def placed(self, request_id: str, now: float) -> None:
         """Record that a request goes to the engine. If the pause has ended, the request is on trial."""
-        if self.opened and not self.trial and now >= self.until:
-            self.trial = request_id
+        begins = self.alone_until if self.answers_nothing(now) else self.until
+        if self.opened and not self.trial and now >= begins:
+            self.trial, self.trial_began = request_id, inf
 
     def waits(self, request_id: str, wait: Wait, *, streamed: bool) -> None:
         """Record that a placed request waits for its first byte. `streamed`: the gateway will tell the first one."""
@@ -122,15 +152,33 @@ class EngineLife:
     def sign(self, now: float) -> bool:
         """Record a byte of any answer, or the progress of a prefill. It ends a silence."""
         self.sign_at = now
-        return self._closed() if self.cause == SILENCE and self.opened else False
+        if self.trial and now - self.trial_began >= PROGRESS_S:
+            return self.answered(self.trial, now)
+        return self._closed() if self.cause == SILENCE and self.opened and not self.breaks else False
+
+    def began(self, request_id: str, now: float) -> bool:
+        """Record a first token, or a done step."""
+        if not self.breaks:
+            return self.answered(request_id, now)
+        self.served(request_id)
+        # Own answers are not those of others, with which breaks are compared.
+        self.pool.answers += 1
+        self._answers_before += 1
+        self._errors_before += self.errors - self.breaks
+        self.answers += 1
+        self.answered_at = self.sign_at = now
+        self.failures, self.errors = 0, self.breaks
+        if self.opened and self.trial == request_id:
+            self.trial_began = now
+        return False
 
     def answered(self, request_id: str, now: float, *, again: bool = False) -> bool:
-        """Record a first token, a done step or a complete answer. `again`: its first token is recorded already."""
+        """Record a complete answer. `again`: its first token is recorded already."""
         self.served(request_id)
         self.pool.answers += not again
         self.answers += 1
         self.answered_at = self.sign_at = now
-        self.failures = self.errors = 0
+        self.failures = self.errors = self.breaks = 0
         self._answers_before, self._errors_before = self.pool.answers, self.pool.errors
         return self._closed() if self.opened else False
 
@@ -146,6 +194,7 @@ class EngineLife:
             return False
         else:
             self.out_since = now
+        self.alone_until = now + settings.first_open_s
         self.until = now + min(settings.first_open_s * 2.0**self.opened, settings.max_open_s)
         self.opened = min(self.opened + 1, 30)
         self.trial, self.cause = "", cause
@@ -162,17 +211,35 @@ class EngineLife:
             return self.failed(request_id, now, settings, ERRORS)
         return False
 
+    def broke_off(self, request_id: str, now: float, settings: LifeSettings) -> bool:
+        """Record that a stream broke after its first token: as a failure, and as an error in place of an answer."""
+        if request_id not in self.standing:
+            self._broke()
+        if self.trial == request_id or (not self.opened and self._unlikely()):
+            self.failures = max(self.failures, settings.failures - 1)
+            return self.failed(request_id, now, settings, ERRORS)
+        return self.failed(request_id, now, settings)
+
     def excused(self, settings: LifeSettings, *, broke: bool, witness: bool) -> bool:
         """Take back the last error, or failure (`broke`), since another engine repeated it with the same request. `witness`:
         whether that engine works otherwise; if not, it counts as an error that no other engine has explained."""
-        if broke and self.failures:
+        if broke and self.breaks:
+            self.breaks -= 1
+            self.failures = max(self.failures - 1, 0)
+            self.errors -= witness
+        elif broke and self.failures:
             self.failures -= 1
             if not witness:
                 self.errors += 1
                 self.pool.errors += 1
         elif not broke and witness and self.errors:
             self.errors -= 1
-        if self.opened == 1 and self.cause == FAILURES and not self.trial and self.failures < settings.failures:
+        if (
+            self.opened == 1
+            and self.cause in (FAILURES, UNREACHED)
+            and not self.trial
+            and self.failures < settings.failures
+        ):
             return self._closed()
         return False
 
@@ -180,6 +247,20 @@ class EngineLife:
         """Record that a request is overdue while the engine sent nothing: it is out at once."""
         self.failures = max(self.failures, settings.failures - 1)
         return self.failed(self.trial, now, settings, SILENCE)
+
+    def stalled(self, request_id: str, now: float, settings: LifeSettings, *, idle: bool) -> bool:
+        """Record that an answer has begun and stands still; more than one record of an answer counts once. `idle`: the engine
+        generates nothing. If it has sent nothing else meanwhile either, it is out at once."""
+        if request_id not in self.standing:
+            self.standing.add(request_id)
+            self._broke()
+            if self.trial == request_id or (not self.opened and self._unlikely()):
+                self.failures = max(self.failures, settings.failures - 1)
+                return self.failed(request_id, now, settings, ERRORS)
+        if not idle or self.opened or now - self.sign_at < STALLED_S:
+            return False
+        self.failures = max(self.failures, settings.failures - 1)
+        return self.failed(request_id, now, settings, SILENCE)
 
     def served(self, request_id: str) -> None:
         """Record that a request waits for its first byte no longer."""
@@ -202,6 +283,7 @@ class EngineLife:
     def gone(self, request_id: str) -> None:
         """Record that a request is not at the engine any more, without any evidence."""
         self.served(request_id)
+        self.standing.discard(request_id)
         if self.trial == request_id:
             self.trial = ""
 
@@ -218,15 +300,24 @@ class EngineLife:
         by = max(wait.placed_at + wait.predicted_s, self.sign_at + wait.alone_s)
         return now >= by + OVERDUE_S
 
+    def _broke(self) -> None:
+        """Count an error in place of an answer that had begun."""
+        self.breaks += 1
+        self.errors += 1
+        self.pool.errors += 1
+        self.pool.answers -= 1
+        self._answers_before -= 1
+        self.status = 0
+
     def _unlikely(self) -> bool:
         """Return whether the errors in a row would be most unlikely if the engine answered as the pool's others do."""
-        answers = self.pool.answers - self._answers_before
+        answers = max(self.pool.answers - self._answers_before, 0)
         errors = self.pool.errors - self._errors_before - self.errors
         # Laplace's estimate of the others' error rate: near 1 as long as they have answered nothing either.
         return self.errors * log((max(errors, 0) + 1) / (answers + max(errors, 0) + 2)) < _LOG_UNLIKELY
 
     def _closed(self) -> bool:
-        self.failures = self.errors = self.opened = 0
+        self.failures = self.errors = self.breaks = self.opened = 0
         self.trial = self.cause = ""
         return True
 
@@ -236,10 +327,14 @@ class EngineLife:
         """Return what put the engine out, for people; empty while it is in."""
         if not self.opened:
             return ""
+        if self.cause == SILENCE and self.breaks:
+            return "its answers stand still, and it computes nothing"
         if self.cause == SILENCE:
             return "it sent nothing, long after a first token was due"
         if self.cause == ERRORS:
             what = f"with status {self.status}" if self.status else "by breaking the connection"
             others = "others answer" if self.pool.answers > self._answers_before else "no other engine has answered"
             return f"it answered {self.errors} requests in a row {what}, and {others}"
+        if self.cause == UNREACHED:
+            return f"{self.failures} requests in a row failed on it, the last without any answer"
         return f"{self.failures} requests in a row failed on it"

@@ -56,6 +56,7 @@ class InstanceRecord:
     order: InstanceOrder = NO_ORDER  # the operators'
     rival: tuple[str, float] = ("", -inf)  # who else announced it and was refused, and when
     load: Load | None = None  # None before the first report
+    generated_at: float = -inf  # when a load first had the newest count of generated tokens
     trust: EventTrust = field(default_factory=EventTrust)
     counted_hits: CountedHits = field(default_factory=CountedHits)
     # Of the keys that come from events.
@@ -92,6 +93,20 @@ class InstanceRecord:
         if self.follows_events and not self.sync.live:
             return InstanceState.SYNCING
         return InstanceState.READY
+
+    def set_load(self, load: Load, now: float) -> None:
+        """Set the newest load. Mutates."""
+        if self.load is None or self.load.generation_tokens != load.generation_tokens:
+            self.generated_at = now
+        self.load = load
+
+    def computes_nothing(self, for_s: float, now: float) -> bool:
+        """Return whether the engine's loads have come until lately, and its count of generated tokens has stood still for
+        `for_s`; False if it has no such count."""
+        load = self.load
+        if load is None or load.generation_tokens is None or now - load.sampled_at > for_s / 2:
+            return False
+        return now - self.generated_at >= for_s
 
     @property
     def produces_only(self) -> bool:

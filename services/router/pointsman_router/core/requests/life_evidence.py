@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.instances.engine_life import LifeSettings
+from pointsman_router.core.instances.engine_life import FAILURES, STALLED_S, UNREACHED, LifeSettings
 from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.placement_types import InstanceState, Phase
@@ -26,10 +26,10 @@ class LifeEvidence:
         changes, self.changes = self.changes, []
         return changes
 
-    def answered(self, reservation: Reservation, now: float) -> None:
-        """Record that an instance sent a first token or a complete answer, or completed a step. Mutates."""
+    def began(self, reservation: Reservation, now: float) -> None:
+        """Record that an instance sent a first token, or completed a step. Mutates."""
         if (record := self._instances.get(reservation.instance_id)) is not None:
-            self._judged(record, changed=record.life.answered(reservation.request_id, now))
+            self._judged(record, changed=record.life.began(reservation.request_id, now))
 
     def failed(self, reservation: Reservation, now: float) -> None:
         """Record that an instance failed at a step. Mutates."""
@@ -53,8 +53,11 @@ class LifeEvidence:
         # 501 is passed on like a 4xx, since no engine of the model should do what one cannot.
         if finished.refused or (finished.outcome == "REJECTED" and (finished.broke or status >= 400)):
             changed = life.errored(request_id, status, now, settings)
+        elif finished.outcome == "FAILED" and reservation.phase is Phase.DECODE:
+            changed = life.broke_off(request_id, now, settings)
         elif finished.outcome == "FAILED":
-            changed = life.failed(request_id, now, settings)
+            cause = FAILURES if finished.broke or status else UNREACHED
+            changed = life.failed(request_id, now, settings, cause)
         elif finished.outcome in ("OK", "REJECTED"):
             changed = life.answered(request_id, now, again=reservation.phase is Phase.DECODE)
         elif finished.inferred or finished.outcome != "CANCELLED":
@@ -74,10 +77,17 @@ class LifeEvidence:
             if (record := self._instances.get(instance_id)) is not None:
                 self.sign(record, now)
 
+    def stalled(self, reservation: Reservation, now: float) -> None:
+        """Record that an answer has begun and stands still. Mutates."""
+        record = self._instances.get(reservation.instance_id)
+        if record is not None and reservation.phase is Phase.DECODE:
+            idle = record.computes_nothing(STALLED_S, now)
+            self._judged(record, changed=record.life.stalled(reservation.request_id, now, self._settings, idle=idle))
+
     def sign(self, record: InstanceRecord, now: float) -> None:
         """Record any other progress of an instance's requests. Mutates."""
         changed = record.life.sign(now)
-        if changed or record.state is InstanceState.UNHEALTHY:
+        if changed or record.life.opened or record.state is InstanceState.UNHEALTHY:
             self._judged(record, changed=changed)
 
     def tick(self, now: float) -> None:

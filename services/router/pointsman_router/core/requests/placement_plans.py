@@ -147,7 +147,7 @@ class PlacementPlans:
         if state is None or state.stage is not Stage.PREFILLING:
             return []
         moved = self._requests.first_token(state, now)
-        self._evidence.answered(moved, now)
+        self._evidence.began(moved, now)
         for refusing in event.refused_by:
             self._evidence.blamed(refusing, now)
         return [ev.Reserved(moved)]
@@ -161,7 +161,7 @@ class PlacementPlans:
         if not event.ok:
             return self._colocate(state, reservation, decision, event, now)
         self._requests.computed(state, now)
-        self._evidence.answered(reservation, now)
+        self._evidence.began(reservation, now)
         index = event.step_index + 1
         if index >= len(decision.result.steps):
             return []  # The rest of the request must be placed first.

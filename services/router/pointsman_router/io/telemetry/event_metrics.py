@@ -114,7 +114,7 @@ class EventMetrics:
         )
         self.put_out = Counter(
             f"{name}put_out",
-            "Times that an instance was put out, to get requests on trial only, by cause: failures, errors, silence",
+            "Times that an instance was put out, to get requests on trial only, by cause: failures, errors, silence, unreached",
             ["model", "cause"],
             registry=of,
         )
