@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 from dataclasses import replace
 from math import inf
+from typing import TypedDict, Unpack
 
 from pointsman_gateway.core.request.request_events import (
     BREAKS_INSTANCES,
@@ -63,8 +64,18 @@ from pointsman_gateway.core.request.request_events import (
 
 # Kind of failure, beside HTTP statuses: an instance broke the connection.
 BROKE = 0
+
 # Maximum wait for the placement of an attempt that is to show whether a 4xx answer was right, s.
 COMPARE_S = 2.0
+
+
+class _How(TypedDict, total=False):
+    """Fields of ReportFinished."""
+
+    refused: bool
+    continued: bool
+    broke: bool
+    alike: tuple[str, ...]
 
 
 class Phase(enum.Enum):
@@ -145,7 +156,7 @@ class RequestStateMachine:
                     # Not counted in _refusals: a transfer can fail although the request is valid.
                     self._refused_by.append(self.step.target.instance_id)
                 if event.broke and self.step is not None and (alike := self._alike(BROKE, self.step)):
-                    return self._request_at_fault(event.error, alike, broke=True)
+                    return self._request_at_fault(event.error, alike)
                 return self._step_ended(event.error, now, event.instance_failed)
             case PullEnded():
                 return self._pull_ended(event, now)
@@ -326,13 +337,12 @@ class RequestStateMachine:
             known.append(instance_id)
         return alike
 
-    def _request_at_fault(
-        self, error: str, alike: tuple[str, ...], status: int = 0, *, refused: bool = False, broke: bool = False
-    ) -> list[Effect]:
-        """End the request, with which several instances have failed in the same way. If they `broke` the connection, there is no
+    def _request_at_fault(self, error: str, alike: tuple[str, ...], kind: int = BROKE) -> list[Effect]:
+        """End the request, which several instances have refused with the status `kind`. If they broke the connection there is no
         answer for the client."""
+        broke = kind == BROKE
         abort: list[Effect] = [AbortUpstream()] if broke else []
-        ended = self._end(Outcome.REJECTED, error, status, refused=refused, broke=broke, alike=alike)
+        ended = self._end(Outcome.REJECTED, error, kind, refused=not broke, broke=broke, alike=alike)
         why = f"{len(alike) + 1} instances broke the connection while they had this request. It is sent to no other."
         failure = [self._failure(BREAKS_INSTANCES, why)] if broke and not self._begun else []
         return [*abort, *ended, *failure]
@@ -370,7 +380,7 @@ class RequestStateMachine:
                 if failed.progressed:
                     self._refusals.pop(BROKE, None)  # What broke the earlier one is past.
                 if alike := self._alike(BROKE, self.step):
-                    return self._request_at_fault(failed.error, alike, broke=True)
+                    return self._request_at_fault(failed.error, alike)
             if failed.continuable and (failed.moved or self._retries < self._timeouts.max_retries):
                 return self._continue_elsewhere(failed, now)
             return [*self._end(Outcome.FAILED, failed.error, failed.status), EndStreamWithError()]
@@ -382,11 +392,9 @@ class RequestStateMachine:
             return [AbortUpstream(), *self._step_ended(failed.error, now)]
         instance_id = self.step.target.instance_id
         if failed.refused or failed.broke:
-            if alike := self._alike(failed.status if failed.refused else BROKE, self.step):
-                status = failed.status if failed.refused else 0
-                return self._request_at_fault(
-                    failed.error, alike, status, refused=failed.refused, broke=failed.broke and not failed.refused
-                )
+            kind = failed.status if failed.refused else BROKE
+            if alike := self._alike(kind, self.step):
+                return self._request_at_fault(failed.error, alike, kind)
             if failed.refused:
                 self._refused_by.append(instance_id)
         if not failed.moved:
@@ -430,40 +438,20 @@ class RequestStateMachine:
         self._attempts += 1
         self.attempt_id = f"{self._request_id}.{self._attempts}"
 
-    def _end(
-        self,
-        outcome: Outcome,
-        error: str = "",
-        status: int = 0,
-        *,
-        refused: bool = False,
-        continued: bool = False,
-        broke: bool = False,
-        alike: tuple[str, ...] = (),
-    ) -> list[Effect]:
+    def _end(self, outcome: Outcome, error: str = "", status: int = 0, **how: Unpack[_How]) -> list[Effect]:
         """End the attempt. Upstream connections are closed first, so that nothing runs that the router no longer counts."""
         abort: list[Effect] = [] if outcome in (Outcome.OK, Outcome.REJECTED) else [AbortUpstream()]
-        ended = self._report_end(outcome, error, status, refused=refused, continued=continued, broke=broke, alike=alike)
+        ended = self._report_end(outcome, error, status, **how)
         # The client of a begun stream cannot get the error answer that rejects its request.
         stream: list[Effect] = [EndStreamWithError()] if outcome is Outcome.REJECTED and self._begun else []
         return [*abort, *ended, *stream]
 
-    def _report_end(
-        self,
-        outcome: Outcome,
-        error: str = "",
-        status: int = 0,
-        *,
-        refused: bool = False,
-        continued: bool = False,
-        broke: bool = False,
-        alike: tuple[str, ...] = (),
-    ) -> list[Effect]:
+    def _report_end(self, outcome: Outcome, error: str = "", status: int = 0, **how: Unpack[_How]) -> list[Effect]:
         """End the attempt, of which nothing runs at an instance, or whose connection goes on."""
         # A 4xx answer shows, as a first byte does, that the earlier 5xx answers were the fault of their instances.
-        shows = outcome is Outcome.REJECTED and not refused and not broke
+        shows = outcome is Outcome.REJECTED and not how.get("refused") and not how.get("broke")
         refused_by = self._take_refused_by() if shows else ()
-        finished = ReportFinished(self.attempt_id, outcome, error, status, refused, refused_by, continued, broke, alike)
+        finished = ReportFinished(self.attempt_id, outcome, error, status, refused_by=refused_by, **how)
         report: list[Effect] = [finished] if self._attempt_open else []
         self.phase, self._attempt_open, self._early_step = Phase.DONE, False, None
         return report
