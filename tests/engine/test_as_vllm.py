@@ -76,8 +76,8 @@ def _difference(case: Case, own: Reply, through: Reply) -> str:
         return _said(case, own, through)
     if own.status >= 400:
         same = json.loads(redact_error(error_format_of(case.path), own.status, own.body)) == through.json()
-        # An error of the gateway's own (`case.own`) differs from the engine's; an error that it passes on does not.
-        return "" if same != case.own else _said(case, own, through)
+        # An error of the gateway's own (`case.own`) may differ from the engine's; an error that it passes on does not.
+        return "" if same or case.own else _said(case, own, through)
     if case.streamed != own.text.startswith(("data:", "event:")) or case.own:
         return _said(case, own, through)
     read = _stream if own.text.startswith(("data:", "event:")) else _whole
@@ -116,20 +116,26 @@ def _merge(name: str, one: Any, other: Any) -> Any:
         return one | {key: _merge(key, one[key], value) if key in one else value for key, value in other.items()}
     if isinstance(one, list) and isinstance(other, list):
         if all(isinstance(item, dict) and "index" in item for item in (*one, *other)):
-            found = {item["index"]: item for item in one}
-            for item in other:
-                found[item["index"]] = _merge("", found[item["index"]], item) if item["index"] in found else item
-            return [found[index] for index in sorted(found)]
+            return _by_index([*one, *other])
         return one + other if name in LISTS else other
     if isinstance(one, str) and isinstance(other, str) and name in GROWING:
         return one + other
     return one if other is None else other
 
 
+def _by_index(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    for item in items:
+        found[item["index"]] = _merge("", found[item["index"]], item) if item["index"] in found else item
+    return [found[index] for index in sorted(found)]
+
+
 def _steady(value: Any) -> Any:
     """Return the value without what differs between two answers to one request."""
     if isinstance(value, list):
-        return [_steady(item) for item in value]
+        steady = [_steady(item) for item in value]
+        # One event may have several parts of one tool call.
+        return _by_index(steady) if all(isinstance(item, dict) and "index" in item for item in steady) else steady
     if not isinstance(value, dict):
         return value
     kept = {name: _steady(item) for name, item in value.items() if name not in VOLATILE}
