@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pointsman_common.core.key_report_messages import Delta
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.engine_life import OVERDUE_S
 from pointsman_router.core.placement_types import InstanceState, Load, PrefixSource
 from pointsman_router.core.router_state import RouterState
-from tests.support.router_values import join, place, request, state
+from tests.support.router_values import hello, join, place, request, state
 
 # Errors that gateways retry, and tell as refused.
 RETRIED = (500, 502, 503)
@@ -233,6 +234,27 @@ def test_a_silent_engine_is_tried_by_one_request_at_a_time_with_growing_pauses()
     assert 4 <= len(trials) <= 8
     pauses = [later - earlier for earlier, later in pairwise(trials)]
     assert pauses == sorted(pauses)
+
+
+@pytest.mark.parametrize("how", ["snapshot", "resumed", "computed"])
+def test_what_an_agent_that_begins_lists_shows_not_that_its_engine_lives(how: str) -> None:
+    """The engine has computed some blocks, and then hangs. Its agent restarts, and tells of these blocks. `computed`: the engine
+    goes on afterwards."""
+    state_ = fleet("a", "b")
+    asked = request("waits", prompt=list(range(160)), streamed=True, exclude=("b",))
+    assert isinstance(place(state_, asked, 0.0), ev.Placed)
+    state_.handle(ev.AgentLost(1, "a"), 1.0)
+    old = list(asked.keys[:4])
+    if how == "snapshot":
+        join(state_, "a", 9, old, now=OVERDUE_S - 1.0)
+    else:
+        hello(state_, "a", 9, OVERDUE_S - 1.0, latest=1)
+        state_.handle(ev.KeysReported(9, "a", Delta(1, 1, added=old)), OVERDUE_S - 1.0)
+    if how == "computed":
+        state_.handle(ev.KeysReported(9, "a", Delta(2, 1, added=list(asked.keys[4:6]))), OVERDUE_S - 1.0)
+    state_.handle(ev.Tick(), OVERDUE_S + 1.0)
+    assert out(state_) == ([] if how == "computed" else ["a"])
+    state_.check_invariants()
 
 
 # ---- V1 and K2: agents that are wrong or gone ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pointsman_common.core.block_keys import KEY_SCHEME, KEY_TOKENS
+from pointsman_common.core.key_report_messages import Delta
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
 from pointsman_router.core.instances.stale_reservations import stale_reservations
@@ -123,6 +124,7 @@ class AgentReports:
         record = self._instances.add(info, hello.stream_id, now)
         record.report_interval_s = hello.report_interval_s
         record.load_interval_s = record.key_interval_s = 0.0
+        record.greeted_seq = hello.latest_seq
         record.accepts_pace, record.agent_id = hello.accepts_pace, hello.agent_id
         resume = record.follows_events and record.sync.can_resume(hello.oldest_seq, hello.latest_seq)
         if not resume:
@@ -147,7 +149,8 @@ class AgentReports:
         failure = record.sync.handle(event.message)
         self._prefix_knowledge.keep_placements(record, had_placements)
         progressed = self._prefix_knowledge.keys_reported(record, event.message, now)
-        if progressed:
+        # What an agent lists as it begins, the engine may have computed long ago.
+        if progressed and isinstance(event.message, Delta) and event.message.seq > record.greeted_seq:
             self._evidence.sign(record, now)
         for prompt in progressed:
             self._requests.progress(prompt.request_id, prompt.prefilled_tokens)

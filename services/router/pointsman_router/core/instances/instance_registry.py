@@ -45,6 +45,7 @@ class InstanceRecord:
     sync: ReportSync
     stream_id: int  # of its agent
     heard_at: float  # when its agent's last message came
+    greeted_seq: int = 0  # number of its agent's last change of keys before the stream began
     report_interval_s: float = 0.0  # maximum interval between two of its agent's messages; 0: unknown
     load_interval_s: float = 0.0  # minimum interval between two loads that the agent received; 0: none
     key_interval_s: float = 0.0  # the same for changes of keys
