@@ -18,6 +18,9 @@ from pointsman_router.core.turn import Turn
 
 # How long an instance is kept whose agent is gone, if it gets no requests and no other one of its pool has an agent, s.
 KEEP_IDLE_S = 3_600.0
+# How long an instance is kept and tried whose agent is gone and which is out by its requests, s. Gateways may reach it again
+# before an agent does. If its machine is gone, too, each trial delays a request, at most one in LifeSettings.max_open_s.
+KEEP_OUT_S = 300.0
 # Number of loads per second, of all instances, above which agents are asked to send fewer. A load takes 75 us of the router's CPU
 # time, so a thousand engines that send 20 a second each would need 1.5 cores. MIN_LOAD_INTERVAL_S: interval at which agents send
 # loads without a limit. MAX_LOAD_INTERVAL_S: the longest one that is asked for, so that a load stays useful.
@@ -194,7 +197,7 @@ class AgentReports:
         return []
 
     def tick(self, now: float) -> list[ev.Effect]:
-        """Remove instances lost for `lost_instance_s`, unless their engines answer or nobody else does (`_keeps`);
+        """Remove instances lost for `lost_instance_s`, unless their engines answer, are tried, or nobody else answers (`_keeps`);
         request a new snapshot of each instance that did not fit into the index and does now; tell agents how often to send
         loads and keys. Mutates."""
         effects: list[ev.Effect] = []
@@ -239,10 +242,10 @@ class AgentReports:
         instance of its pool has an agent."""
         life = record.life
         assert record.lost_at is not None
-        if life.opened and now - life.out_since > self._lost_instance_s:
-            return ""
         if now - life.sign_at <= self._lost_instance_s:
             return "its engine answers"
+        if life.opened and now - max(record.lost_at, life.out_since) <= KEEP_OUT_S:
+            return "its engine is out, and may answer a request on trial"
         if not others and now - max(record.lost_at, life.sign_at) <= KEEP_IDLE_S:
             return "no instance of its pool has an agent"
         return ""

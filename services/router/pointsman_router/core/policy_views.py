@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, Use, compatible
-from pointsman_router.core.instances.engine_life import CIRCUIT_OPEN, SIGN_S
+from pointsman_router.core.instances.engine_life import CIRCUIT_OPEN, OUT_WITHOUT_AGENT, SIGN_S
 from pointsman_router.core.instances.instance_registry import CandidateSnapshot, InstanceRecord, InstanceRegistry
 from pointsman_router.core.instances.saturation import SATURATED, SaturationLimits
 from pointsman_router.core.instances.session_shares import CANARY, LEAST_WEIGHTS, SessionShares
@@ -319,6 +319,7 @@ class FleetViewBuilder:
 
     def _snapshot(self, record: InstanceRecord, now: float) -> CandidateSnapshot:
         info, load, state = record.info, record.load, record.state
+        out = CIRCUIT_OPEN if record.lost_at is None else OUT_WITHOUT_AGENT
         kv = info.kv_transfer
         counters = self._reservations.counters(info.instance_id)
         fresh_until = load.sampled_at + self._stale_report_s if load else -inf
@@ -347,7 +348,7 @@ class FleetViewBuilder:
                 kv_usage=load.kv_usage if load else 0.0,
                 reported_at=load.sampled_at if load else None,
                 excluded=EXCLUDED_STATES.get(state)
-                or (CIRCUIT_OPEN if record.life.open(now) else "")
+                or (out if record.life.open(now) else "")
                 # What answers is alive, whatever its agent says.
                 or (UNHEALTHY if state is InstanceState.UNHEALTHY and now > record.life.sign_at + SIGN_S else "")
                 or (SATURATED if saturated else ""),
@@ -399,7 +400,7 @@ def _with_own_remainder(candidate: Candidate, own: Reservation) -> Candidate:
     return replace(candidate, prefill_backlog=backlog)
 
 
-_MAY_BE_PLACED = frozenset(("", SATURATED, UNHEALTHY, CIRCUIT_OPEN))
+_MAY_BE_PLACED = frozenset(("", SATURATED, UNHEALTHY, CIRCUIT_OPEN, OUT_WITHOUT_AGENT))
 
 
 def _forgiven(candidates: Sequence[Candidate]) -> str | None:

@@ -22,7 +22,9 @@ from dataclasses import dataclass, field
 from math import inf, log
 from typing import NamedTuple
 
-CIRCUIT_OPEN = "circuit_open"
+# Reasons for which an engine that is out gets no request. With its agent gone, too, it gets none but trials even if no other one
+# of its pool is better: it is probably gone.
+CIRCUIT_OPEN, OUT_WITHOUT_AGENT = "circuit_open", "out_without_agent"
 # How long after the predicted first byte a request is overdue, s.
 OVERDUE_S = 10.0
 # A request that leaves without a byte after LOST_SHARE times the predicted time, and at least LOST_S after it, is lost.
