@@ -272,13 +272,14 @@ class _Pool:
     def refresh(self, record: InstanceRecord) -> None:
         """Apply whether an instance is placeable, healthy, and in by its life. Mutates."""
         instance_id, tier = record.info.instance_id, _tier(record)
+        self._shares = {}  # an instance that is out may have become unhealthy
         for number, infos in enumerate(self._tiers):
             if number == tier:
                 if infos.get(instance_id) is not record.info:
                     infos[instance_id] = record.info
-                    self._shares, self._info = {}, None
+                    self._info = None
             elif infos.pop(instance_id, None) is not None:
-                self._shares, self._info = {}, None
+                self._info = None
 
     @property
     def has_healthy(self) -> bool:
