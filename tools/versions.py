@@ -46,6 +46,7 @@ PLACES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "vllm minor": (
         ("connector/pointsman_connector/vllm_version.py", r'^TESTED = "(.+)"'),
+        ("services/common/pointsman_common/core/vllm_versions.py", r'^TESTED = "(.+)"'),
         ("README.md", r"vLLM (\d+\.\d+)"),
         ("deploy/README.md", r"vLLM (\d+\.\d+)"),
     ),

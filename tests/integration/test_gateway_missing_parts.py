@@ -16,6 +16,7 @@ from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import Endpoint
 from pointsman_gateway.core.pool_state import TokenizerStatus
 from pointsman_gateway.io.main import serving
+from pointsman_gateway.io.routing import model_pools
 from pointsman_gateway.io.settings import GatewaySettings
 from tests.support.fakes.gateway_peers import MODEL, fake_router, stack
 from tests.support.gateway_requests import CHAT, post
@@ -145,6 +146,37 @@ async def test_with_nothing_there_it_says_so(tmp_path: Path) -> None:
             assert "no session with a router" in (await answer.json())["missing"]
         async with http.post(f"{url}/v1/chat/completions", json=CHAT) as answer:
             assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+
+
+async def test_a_model_that_has_left_a_short_time_ago_may_be_asked_for_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last engine restarts. The models of other engines stay."""
+    async with stack(tmp_path) as up:
+        [tiny] = up.router.pools
+        other = placement_pb2.Pool(model="other", served_names=["other"])
+
+        async def has(*pools: placement_pb2.Pool) -> None:
+            up.router.pools = [*pools]
+            await up.router.tell_fleet()
+            await eventually(lambda: len(up.gateway.pools.states()) == len(pools), "the gateway knows")
+
+        async def asked(model: str) -> tuple[int, str | None]:
+            body = CHAT | {"model": model}
+            async with aiohttp.ClientSession() as http, http.post(f"{up.url}/v1/chat/completions", json=body) as answer:
+                return answer.status, answer.headers.get("Retry-After")
+
+        await has(tiny, other)
+        await has(other)
+        assert [await asked(name) for name in (MODEL, "tiny-alias", "nobody")] == [(503, "1"), (503, "1"), (404, None)]
+        await has(tiny, other)
+        assert await asked(MODEL) == (200, None)
+        monkeypatch.setattr(model_pools, "EXPECTED_S", 0.0)
+        await has(other)
+        assert await asked(MODEL) == (404, None)
+    async with stack(tmp_path, tokenizers=[f"configured={tmp_path / 'nowhere'}"]) as up:
+        status, answer, _ = await post(up, Endpoint.CHAT.value, json=CHAT | {"model": "configured"})
+        assert (status, answer["error"]["code"]) == (503, "no_instance")
 
 
 async def test_other_tokens_than_the_engines_are_not_used(tmp_path: Path) -> None:

@@ -75,10 +75,17 @@ def set_policy(state_: RouterState, policy: Policy, now: float = 0.0) -> None:
 
 
 def hello(
-    state_: RouterState, name: str, stream_id: int, now: float = 0.0, *, report_interval_s: float = 0.0, **changes: Any
+    state_: RouterState,
+    name: str,
+    stream_id: int,
+    now: float = 0.0,
+    *,
+    latest: int = 0,
+    report_interval_s: float = 0.0,
+    **changes: Any,
 ) -> list[ev.Effect]:
     hello_ = ev.AgentHello(
-        stream_id, info(name, **changes), KEY_SCHEME, 1, 0, report_interval_s=report_interval_s, accepts_pace=True
+        stream_id, info(name, **changes), KEY_SCHEME, 1, latest, report_interval_s=report_interval_s, accepts_pace=True
     )
     return state_.handle(hello_, now)
 

@@ -33,6 +33,7 @@ from tests.support.virtual.loop import EPOCH, VirtualLoop, virtual_clocks
 from tests.support.virtual.network import Channel, Method, Network, Node, clock_offset_s, owner_of, track_tasks
 from tests.support.virtual.run import run
 from tests.support.virtual.store import Client, VirtualRedis
+from tests.support.waiting import eventually
 
 SEEDS = 200
 
@@ -409,6 +410,15 @@ class ScriptedRouter:
         """Refuse a request because the router does not serve its pool."""
         await self.context.write(pb.SessionResponse(refusal=pb.Refusal(request_id=request_id, not_serving=True)))
 
+    async def confirm_end(self, tenant: str, session_id: str) -> None:
+        """Report that the end of a session is stored."""
+        ended = pb.SessionEnded(tenant=tenant, session_id=session_id, models=["m"])
+        await self.context.write(pb.SessionResponse(session_ended=ended))
+
+    def ended(self) -> list[str]:
+        """Return the sessions of the received ends."""
+        return [message.end_session.session_id for message in self.heard if message.HasField("end_session")]
+
     def finished(self) -> list[tuple[str, int]]:
         """Return the received ends of requests."""
         return [
@@ -523,6 +533,28 @@ def test_an_owner_that_took_its_pool_again_is_told_anew_what_is_open() -> None:
         await asyncio.sleep(0.5)
         # At the stream's beginning, when the router was first named as owner, and now.
         assert [message.HasField("hello") for message in first.heard] == [True, True, True]
+
+    virtually(work())
+
+
+def test_an_owner_that_was_told_of_an_end_before_it_took_the_pool_is_told_again() -> None:
+    """The other router names it as soon as its lease begins. It confirms the end of a session once it has stored it."""
+
+    async def work() -> None:
+        client, first, second = await two_routers()
+        await second.owner("r0", 1)
+        await first.owner("", 0)
+        await second.owner("", 0)
+        client.end_session("t", "s")
+        await first.owner("r1", 2)
+        await asyncio.sleep(0.5)
+        assert second.ended() == ["s"]
+        await second.owner("r1", 2)
+        await eventually(lambda: len(second.ended()) == 2, "the owner is told again")
+        assert client.unconfirmed_ends == 1
+        await second.confirm_end("t", "s")
+        await asyncio.sleep(60.0)
+        assert (second.ended(), client.unconfirmed_ends) == (["s", "s"], 0)
 
     virtually(work())
 

@@ -41,7 +41,9 @@ class FakeEngine:
         self.running = 0
         self.generation_tokens = 100
         self.ranks = [0]
+        self.model = "tiny"
         self.replay_port = True
+        self.answers_replays = True
         self.announced: dict[str, str] = {}
         """Labels of the connector package's pointsman_kv_transfer_info; empty without the package."""
         self.tokenizer: dict[str, str] = {}
@@ -132,6 +134,8 @@ class FakeEngine:
         while True:
             client, _, start = await self._router.recv_multipart()
             self.replays += 1
+            if not self.answers_replays:
+                continue
             for seq, payload in self.buffer:
                 if seq >= int.from_bytes(start, "big"):
                     await self._router.send_multipart([client, b"", b"", seq.to_bytes(8, "big"), payload])
@@ -167,7 +171,7 @@ class FakeEngine:
         return web.Response(text="\n".join([*lines, self.more_metrics]) + "\n")
 
     async def _models(self, request: web.Request) -> web.Response:
-        own = {"id": "tiny", "root": "/models/tiny", "parent": None, "max_model_len": self.max_model_len}
+        own = {"id": self.model, "root": "/models/tiny", "parent": None, "max_model_len": self.max_model_len}
         adapters = [{"id": name, "root": "/adapters", "parent": "tiny"} for name in self.adapters]
         return web.json_response({"object": "list", "data": [own, *adapters]})
 

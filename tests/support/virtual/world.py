@@ -151,9 +151,9 @@ class GatewayNode:
         self._world.network.kill(self.node)
 
     def _unconfirmed(self) -> set[str]:
-        """Return the sessions whose last requests are not answered, or whose ends no owner has confirmed."""
+        """Return the sessions whose last requests are not answered, or whose ends not all owners have confirmed."""
         ends = self._shared.router._session_ends if self._shared is not None else SessionEnds()
-        return self._last | {session for _, session in ends._ends}
+        return self._last | {name for (_, name), end in ends._ends.items() if not end.done.issuperset(MODELS)}
 
     def _take_pools(self, pools: Sequence[placement_pb2.Pool]) -> None:
         self._states = {pool.model: PoolState(pool) for pool in pools}

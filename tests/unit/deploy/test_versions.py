@@ -40,6 +40,7 @@ def test_every_place_names_the_version_that_is_set(copied: Path) -> None:
         ("deploy/docker/engine.Dockerfile", "vllm"),
         ("deploy/docker/engine.Dockerfile", "mooncake"),
         ("connector/pointsman_connector/vllm_version.py", "vllm minor"),
+        ("services/common/pointsman_common/core/vllm_versions.py", "vllm minor"),
         ("requirements/engine.in", "torch"),
     ],
 )

@@ -16,10 +16,11 @@ def test_an_end_waits_for_the_owner_of_every_pool() -> None:
     ends = SessionEnds()
     ends.add("t", "s", 0.0)
     assert ends.untold(["m"], 1.0) == ends.untold(["n"], 1.0) == [("t", "s")]
-    ends.confirmed("t", "s", ["m"], POOLS)
+    ends.confirmed("t", "s", ["m"])
     assert (ends.untold(["m"], 1.0), ends.untold(["n"], 1.0)) == ([], [("t", "s")])
-    ends.confirmed("t", "s", ["n"], POOLS)
-    assert (ends.untold(["m", "n"], 1.0), len(ends)) == ([], 0)
+    assert ends.unconfirmed(POOLS) == 1
+    ends.confirmed("t", "s", ["n"])
+    assert (ends.untold(["m", "n"], 1.0), ends.unconfirmed(POOLS)) == ([], 0)
 
 
 def test_an_end_that_is_reported_before_any_pool_is_known_waits_for_the_first() -> None:
@@ -28,15 +29,38 @@ def test_an_end_that_is_reported_before_any_pool_is_known_waits_for_the_first() 
     assert ends.untold(["m"], 1.0) == [("t", "s")]
 
 
+def test_an_end_waits_for_the_owner_of_a_pool_that_is_not_known_as_the_others_confirm_it() -> None:
+    """No router knew an instance of the pool for a while, so gateways were not told of it."""
+    ends = SessionEnds()
+    ends.add("t", "s", 0.0)
+    ends.confirmed("t", "s", ["m"])
+    assert ends.unconfirmed(["m"]) == 0
+    assert (ends.unconfirmed(POOLS), ends.untold(["n"], 1.0)) == (1, [("t", "s")])
+
+
+def test_an_owner_that_does_not_confirm_an_end_is_told_again_ever_more_rarely() -> None:
+    ends = SessionEnds()
+    ends.add("t", "s", 0.0)
+    times = [now / 2 for now in range(2 * int(KEPT_S)) if ends.overdue(now / 2)]
+    assert times == [1.0, 3.0, 7.0, 15.0, 31.0]
+    ends.add("t", "s", 100.0)
+    assert ends.overdue(100.5) == []
+    assert ends.untold(["m"], 100.8) == [("t", "s")]
+    assert ends.overdue(101.5) == [], "a new owner was told just now"
+    assert ends.overdue(102.0) == [(("t", "s"), frozenset())]
+    ends.confirmed("t", "s", ["m"])
+    assert ends.overdue(150.0) == [(("t", "s"), frozenset({"m"}))]
+
+
 def test_an_end_that_is_reported_twice_is_one_end() -> None:
     ends = SessionEnds()
     ends.add("t", "s", 0.0)
-    ends.confirmed("t", "s", ["m"], POOLS)
+    ends.confirmed("t", "s", ["m"])
     ends.add("t", "s", 1.0)
     assert ends.untold(["m"], 1.0) == [("t", "s")], "the second end is another, which the owner has not confirmed"
-    ends.confirmed("t", "s", POOLS, POOLS)
-    ends.confirmed("t", "s", POOLS, POOLS)
-    assert len(ends) == 0
+    ends.confirmed("t", "s", POOLS)
+    ends.confirmed("t", "s", POOLS)
+    assert ends.unconfirmed(POOLS) == 0
 
 
 def test_an_owner_is_not_told_of_an_end_after_which_the_session_has_begun_again() -> None:
@@ -51,7 +75,7 @@ def test_ends_of_one_id_are_kept_apart_by_tenant() -> None:
     ends = SessionEnds()
     ends.add("red", "s", 0.0)
     ends.add("blue", "s", 0.0)
-    ends.confirmed("red", "s", POOLS, POOLS)
+    ends.confirmed("red", "s", POOLS)
     assert ends.untold(["m"], 1.0) == [("blue", "s")]
 
 
@@ -60,7 +84,7 @@ def test_an_end_that_nobody_confirms_is_dropped_after_a_time() -> None:
     ends.add("t", "old", 0.0)
     ends.add("t", "new", 1.0)
     assert ends.untold(["m"], KEPT_S) == [("t", "new")]
-    assert len(ends) == 1
+    assert ends.unconfirmed(POOLS) == 1
 
 
 def test_the_oldest_ends_are_dropped_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +115,7 @@ def test_an_owner_is_told_of_what_it_has_not_confirmed(actions: list[tuple[str, 
                 ends.begun("t", session, pool)
                 untold.get(session, set()).discard(pool)
             case "confirmed":
-                ends.confirmed("t", session, [pool], POOLS)
+                ends.confirmed("t", session, [pool])
                 untold.get(session, set()).discard(pool)
         for pool_name in POOLS:
             assert {name for _, name in ends.untold([pool_name], 1.0)} == {

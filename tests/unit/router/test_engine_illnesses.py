@@ -10,12 +10,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pointsman_common.core.key_report_messages import Delta
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.agent_reports import KEEP_IDLE_S, KEEP_OUT_S
 from pointsman_router.core.instances.engine_life import OVERDUE_S
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.placement_types import InstanceState, Load, PrefixSource
 from pointsman_router.core.router_state import RouterState
-from tests.support.router_values import join, place, request, state
+from tests.support.router_values import hello, join, place, request, state
 
 # Errors that gateways retry, and tell as refused.
 RETRIED = (500, 502, 503)
@@ -354,6 +356,27 @@ def test_held_requests_of_a_pool_that_is_not_reached_wait_for_the_trial() -> Non
     state_.check_invariants()
 
 
+@pytest.mark.parametrize("how", ["snapshot", "resumed", "computed"])
+def test_what_an_agent_that_begins_lists_shows_not_that_its_engine_lives(how: str) -> None:
+    """The engine has computed some blocks, and then hangs. Its agent restarts, and tells of these blocks. `computed`: the engine
+    goes on afterwards."""
+    state_ = fleet("a", "b")
+    asked = request("waits", prompt=list(range(160)), streamed=True, exclude=("b",))
+    assert isinstance(place(state_, asked, 0.0), ev.Placed)
+    state_.handle(ev.AgentLost(1, "a"), 1.0)
+    old = list(asked.keys[:4])
+    if how == "snapshot":
+        join(state_, "a", 9, old, now=OVERDUE_S - 1.0)
+    else:
+        hello(state_, "a", 9, OVERDUE_S - 1.0, latest=1)
+        state_.handle(ev.KeysReported(9, "a", Delta(1, 1, added=old)), OVERDUE_S - 1.0)
+    if how == "computed":
+        state_.handle(ev.KeysReported(9, "a", Delta(2, 1, added=list(asked.keys[4:6]))), OVERDUE_S - 1.0)
+    state_.handle(ev.Tick(), OVERDUE_S + 1.0)
+    assert out(state_) == ([] if how == "computed" else ["a"])
+    state_.check_invariants()
+
+
 # ---- V1 and K2: agents that are wrong or gone ----
 
 
@@ -414,14 +437,56 @@ def test_without_agents_a_pool_is_placed_on_by_what_is_known_while_it_answers() 
     assert (record.state, record.kept) == (InstanceState.READY, False)
 
 
-def test_an_engine_without_an_agent_that_fails_is_gone() -> None:
-    state_ = fleet("a", lost_instance_s=10.0)
+def out_without_agent(*names: str) -> tuple[RouterState, float]:
+    """Return a fleet in which the agent of `a` is gone for longer than lost_instance_s, and its requests fail; and the time."""
+    state_ = fleet(*names, lost_instance_s=10.0)
     state_.handle(ev.AgentLost(1, "a"), 0.0)
-    state_.handle(ev.Tick(), 20.0)
     for number in range(3):
-        placed(state_, f"r{number}", 20.0)
-        state_.handle(ev.Finished(f"r{number}", "FAILED"), 20.0)
-    state_.handle(ev.Tick(), 31.0)
+        placed(state_, f"f{number}", 1.0, exclude=("b",))
+        state_.handle(ev.Finished(f"f{number}", "FAILED"), 1.0)
+    assert out(state_) == ["a"]
+    return state_, 1.0
+
+
+def asked_often(state_: RouterState, now: float, until: float, *, fails: bool) -> list[float]:
+    """Send two requests per second, of which `a` answers none if it `fails`. Return the times of those that it got."""
+    there: list[float] = []
+    while now < until:
+        now += 0.5
+        state_.handle(ev.Tick(), now)
+        if state_.instances.get("b") is not None:
+            state_.handle(ev.LoadReported(2, "b", Load(now)), now)
+        got = place(state_, request(f"r{now}", tokens=100, streamed=True), now)
+        if isinstance(got, ev.Refused):
+            continue
+        if got.step.instance_id == "a":
+            there.append(now)
+        if got.step.instance_id == "a" and fails:
+            state_.handle(ev.Finished(f"r{now}", "FAILED"), now)
+        else:
+            answer(state_, f"r{now}", now)
+    return there
+
+
+@pytest.mark.parametrize("pool", ["a", "ab"])
+def test_an_engine_without_an_agent_that_is_out_is_tried_until_it_answers(pool: str) -> None:
+    """Its agent does not return. Requests that are no trials are refused, or go to the other one."""
+    state_, now = out_without_agent(*pool)
+    trials = asked_often(state_, now, 100.0, fails=True)
+    assert 4 <= len(trials) <= 8
+    pauses = [later - earlier for earlier, later in pairwise(trials)]
+    assert pauses == sorted(pauses)
+    assert asked_often(state_, 100.0, 140.0, fails=False), "the engine has recovered"
+    assert out(state_) == []
+    state_.check_invariants()
+
+
+@pytest.mark.parametrize(("pool", "kept_s"), [("a", KEEP_IDLE_S), ("ab", KEEP_OUT_S)])
+def test_an_engine_without_an_agent_that_never_answers_again_leaves(pool: str, kept_s: float) -> None:
+    state_, now = out_without_agent(*pool)
+    asked_often(state_, now, kept_s - 1.0, fails=True)
+    assert state_.instances.get("a") is not None
+    asked_often(state_, kept_s - 1.0, kept_s + 2.0, fails=True)
     assert state_.instances.get("a") is None
 
 

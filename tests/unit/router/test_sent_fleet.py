@@ -118,6 +118,19 @@ class FleetMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from([record.info.instance_id for record in self.registry.records()]))
 
 
+def test_weights_follow_an_instance_that_is_out_and_becomes_unhealthy() -> None:
+    registry = InstanceRegistry(PrefixIndex())
+    record = registry.add(info("a"), 1, 0.0)
+    record.life = EngineLife(record.life.pool, opened=1)
+    registry.refresh(record)
+    registry.order({"a": InstanceOrder(False, 0.5)})
+    assert registry.shares("m", "m"), "it may be placed on"
+    record.load = Load(0.0, healthy=False)
+    registry.refresh(record)
+    assert not registry.shares("m", "m")
+    registry.check_invariants()
+
+
 TestFleet = FleetMachine.TestCase
 TestFleet.settings = settings(max_examples=60, stateful_step_count=40)
 

@@ -1074,9 +1074,9 @@ class Candidate(_message.Message):
     """The policy's score; lower is better. Absent if the policy did not score the instance."""
     excluded: _builtins.str
     """Why the instance could not be chosen: "cordoned", "canary" (its weight, or because the session belongs to the share of
-    another instance), "draining", "unhealthy", "failed_before", "saturated", "circuit_open", "context" (it does not hold the
-    prompt) or "other_identity" (its weights, types or tokenizer differ from those of the engine that began the answer). Empty if
-    it could be chosen.
+    another instance), "draining", "unhealthy", "failed_before", "saturated", "circuit_open", "not_answering" (as
+    "circuit_open", even if no other is there), "context" (it does not hold the prompt) or "other_identity" (its weights, types or
+    tokenizer differ from those of the engine that began the answer). Empty if it could be chosen.
     """
     exact: _builtins.bool
     """Whether cached_tokens comes from the engine's own KV events."""

@@ -9,7 +9,7 @@ import socket
 import ssl
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -272,7 +272,11 @@ class EngineMonitor:
         if seconds <= 0:
             await asyncio.sleep(0)
             return
-        waits = [asyncio.ensure_future(instance.ended.wait()) for instance in self.instances.values()]
+        waits = [
+            asyncio.ensure_future(instance.ended.wait())
+            for instance in self.instances.values()
+            if not instance.ended.is_set()  # else it ends with the next scrape that describes its next incarnation
+        ]
         if not waits:
             await asyncio.sleep(seconds)
             return
@@ -405,13 +409,10 @@ class EngineMonitor:
             self.ambiguous_address = True
             return
         self.ambiguous_address = False
-        over = [instance.end_reason for instance in self.instances.values() if instance.ended.is_set()]
-        if seen is IdentityChange.NEW and self.instances:
-            await self._stop("another process answers")
+        for instance in self.instances.values() if seen is IdentityChange.NEW else ():
+            instance.end("another process answers")
+        if any(instance.ended.is_set() for instance in self.instances.values()):
             await self._start_instances(probe, scrape, saw_start=True)
-        elif over:
-            await self._stop(over[0])
-            await self._start_instances(probe, scrape, saw_start=True, same_process=True)
         elif self._ranks_changed(scrape):
             await self._stop("its data-parallel ranks changed" if self.instances else "")
             await self._start_instances(probe, scrape, saw_start=False)
@@ -439,44 +440,51 @@ class EngineMonitor:
         interval_s = DESCRIBE_ADAPTERS_EVERY_S if self._had_adapters else DESCRIBE_EVERY_S
         return time.monotonic() - self._described_at >= interval_s
 
-    async def _start_instances(
-        self, probe: EngineProbe, scrape: Scrape, *, saw_start: bool, same_process: bool = False
-    ) -> None:
+    async def _start_instances(self, probe: EngineProbe, scrape: Scrape, *, saw_start: bool) -> None:
+        """Start to report the engine's instances. Those that are reported already have ended. They stay at routers until their
+        next incarnations are reported, so that a model with one engine is not unknown meanwhile."""
         ranks = sorted(scrape.ranks)
         models = await probe.models()
+        if any(instance.instance.model != models.served_names[0] for instance in self.instances.values()):
+            await self._stop("another model is served")
         version = await probe.version()
         sources = await probe.sources(ranks)
         self._engine_ids = await self._query_engine_ids(probe, scrape)
         self._forget_pause()
         self._described_at, self._announced = time.monotonic(), _announced(scrape)
         process = "" if self._identity.anonymous else self._identity.current
-        for rank in ranks:
-            sample = scrape.ranks[rank]
-            if not sample.cache_config:
-                raise ProbeError("no vllm:cache_config_info in /metrics")
-            instance = self._instance(rank, ranks, sample, scrape, models, version)
-            self._describe_kv_transfer(instance, scrape, rank)
-            instance.incarnation = new_incarnation(process) if same_process else process
-            source = sources.by_rank.get(rank)
-            if reason := _no_prefix(sample, sources, rank):
-                instance.prefix_mode, instance.prefix_reason, source = pb.PREFIX_MODE_NONE, reason, None
-            monitor = InstanceMonitor(
-                self._agent_context,
-                instance,
-                source,
-                process=process,
-                capacity_blocks=sample.kv_blocks,
-                speculative=sample.speculative,
-                saw_start=saw_start,
-            )
-            self.instances[rank] = monitor
-            try:
-                await monitor.start()
-            except Exception as error:
-                # The next scrape finds the rank missing, and starts anew.
-                del self.instances[rank]
+        same_process = any(instance.process == process for instance in self.instances.values())
+        started: dict[int, InstanceMonitor] = {}
+        try:
+            for rank in ranks:
+                sample = scrape.ranks[rank]
+                if not sample.cache_config:
+                    raise ProbeError("no vllm:cache_config_info in /metrics")
+                instance = self._instance(rank, ranks, sample, scrape, models, version)
+                self._describe_kv_transfer(instance, scrape, rank)
+                instance.incarnation = new_incarnation(process) if same_process else process
+                source = sources.by_rank.get(rank)
+                if reason := _no_prefix(sample, sources, rank):
+                    instance.prefix_mode, instance.prefix_reason, source = pb.PREFIX_MODE_NONE, reason, None
+                started[rank] = InstanceMonitor(
+                    self._agent_context,
+                    instance,
+                    source,
+                    process=process,
+                    capacity_blocks=sample.kv_blocks,
+                    speculative=sample.speculative,
+                    saw_start=saw_start,
+                )
+                await started[rank].prepare()
+        except BaseException as error:
+            # The next scrape starts anew.
+            for monitor in started.values():
                 await monitor.stop(f"it could not be followed: {error}")
-                raise
+            raise
+        await self._stop("", replaced_by={monitor.instance.instance_id for monitor in started.values()})
+        self.instances = started
+        for monitor in started.values():
+            monitor.start()
 
     def _instance(
         self, rank: int, ranks: Sequence[int], sample: Sample, scrape: Scrape, models: ServedModels, version: str
@@ -566,14 +574,18 @@ class EngineMonitor:
             self._log.warning("the engine's load is unknown", reason=reason)
         self._report_life()
 
-    async def _stop(self, goodbye: str) -> None:
-        """Stop all instances. A cancellation does not interrupt their stops: the next call, at the latest that at the end of
-        `run`, waits for them."""
+    async def _stop(self, goodbye: str, replaced_by: Collection[str] = ()) -> None:
+        """Stop all instances. `goodbye`: why they end; empty: the engine still runs. `replaced_by`: ids of instances that are
+        reported next. A cancellation does not interrupt the stops: the next call, at the latest that at the end of `run`, waits
+        for them."""
         instances, self.instances = self.instances, {}
         self._last_loads.clear()
         self._newest_steps.clear()
         self._to_forward.clear()
-        self._stopping |= {asyncio.create_task(instance.stop(goodbye)) for instance in instances.values()}
+        for instance in instances.values():
+            leaves = bool(goodbye or replaced_by) and instance.instance.instance_id not in replaced_by
+            stop = instance.stop(goodbye or instance.end_reason, goodbye=leaves)
+            self._stopping.add(asyncio.create_task(stop))
         if not self._stopping:
             return
         await asyncio.wait(self._stopping)

@@ -43,12 +43,12 @@ class AgentContext:
 
 
 class InstanceMonitor:
-    """Reports one instance from `start` to `stop`.
+    """Follows one instance from `prepare` to `stop`, and reports it from `start` on.
 
-    If `instance.incarnation` is empty, `start` sets it to `process` or, if that is empty too, to a random name. `process` is the
-    engine's identity, empty if the engine does not report one. `saw_start` means that this agent saw the incarnation begin, so
-    no router can know it yet. `ended` is set, with `end_reason`, when the KV events show that the incarnation has ended or a task
-    of this object failed. The owner then stops this object and starts another.
+    If `instance.incarnation` is empty, `prepare` sets it to `process` or, if that is empty too, to a random name. `process` is
+    the engine's identity, empty if the engine does not report one. `saw_start` means that this agent saw the incarnation begin,
+    so no router can know it yet. `ended` is set, with `end_reason`, when the KV events show that the incarnation has ended or a
+    task of this object failed. The owner then starts another object, and stops this one.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class InstanceMonitor:
         self._load: tuple[pb.Load, float] | None = None
         self._log = log.bind(instance=instance.instance_id)
 
-    async def start(self) -> None:
-        """Restore the saved state, subscribe to KV events, catch up by replay, then start the reporters."""
+    async def prepare(self) -> None:
+        """Restore the saved state, subscribe to KV events, and catch up by replay."""
         if not self.instance.incarnation:
             self.instance.incarnation = self._process or new_incarnation("")
         if self.source is not None:
@@ -97,6 +97,9 @@ class InstanceMonitor:
             keys=self.cached_blocks.key_count,
             seq=self.cached_blocks.latest_seq,
         )
+
+    def start(self) -> None:
+        """Start to report the instance, and to follow its KV events."""
         self.reporters = [
             Reporter(
                 router,
@@ -120,23 +123,38 @@ class InstanceMonitor:
         for task in (*self._tasks, *(reporter.task for reporter in self.reporters)):
             task.add_done_callback(self._task_done)
 
-    async def stop(self, goodbye: str = "") -> None:
-        """Stop all tasks and reporters. Without a goodbye the engine still runs, so the state is saved for the next agent."""
+    async def stop(self, ended: str = "", *, goodbye: bool = True) -> None:
+        """Stop all tasks and reporters. `ended`: why the incarnation has ended. If it is empty, the engine still runs, and the
+        state is saved for the next agent. `goodbye`: whether routers remove an instance that has ended; they need not if another
+        incarnation is reported next."""
         for task in self._tasks:
             task.cancel()
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            await asyncio.gather(*(reporter.stop(goodbye) for reporter in self.reporters), return_exceptions=True)
+            await asyncio.gather(
+                *(reporter.stop(ended if goodbye else "") for reporter in self.reporters), return_exceptions=True
+            )
             if self._saving is not None:
                 # A save in progress must not finish after the last save.
                 await asyncio.wait([self._saving])
-            if self.subscriber is not None and not goodbye:
+            if self.subscriber is not None and not ended:
                 self._save(self._capture(self.subscriber, clean=True))
         finally:
             if self.subscriber is not None:
                 self.subscriber.close()
-        if goodbye:
-            self._log.info("the instance has ended", incarnation=self.instance.incarnation, reason=goodbye)
+        if ended:
+            self._log.info("the instance has ended", incarnation=self.instance.incarnation, reason=ended)
+
+    def end(self, reason: str) -> None:
+        """Note that the incarnation has ended, and its cache with it. It is reported as before until `stop`."""
+        self.drop_keys(reason)
+        self.end_reason = reason
+        self.ended.set()
+
+    @property
+    def process(self) -> str:
+        """The engine's identity; empty if the engine does not report one."""
+        return self._process
 
     def report_load(self, load: pb.Load, taken_at: float) -> None:
         """Send a new load, sampled at `taken_at`, to all routers."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-TESTED = (0, 32)
+TESTED = "0.32"
 # What is off with the versions from the first up to, but without, the second one; None: no limit.
 _OFF: tuple[tuple[tuple[int, int] | None, tuple[int, int] | None, str], ...] = (
     (None, (0, 30), "KV events only with their addresses given to the agent (events=, replay=)"),
@@ -46,11 +46,11 @@ def standing(version: str) -> str:
     """Return how a version stands to the tested one, and what is off with it, for people; empty for the tested one and for an
     unknown version."""
     found = _numbers(version)
-    if found is None or found == TESTED:
+    tested = _numbers(TESTED)
+    if found is None or tested is None or found == tested:
         return ""
-    tested = f"{TESTED[0]}.{TESTED[1]}"
     off = [text for first, end, text in _OFF if (first is None or first <= found) and (end is None or found < end)]
-    return f"{'older' if found < TESTED else 'newer'} than the tested {tested}: {'; '.join(off)}"
+    return f"{'older' if found < tested else 'newer'} than the tested {TESTED}: {'; '.join(off)}"
 
 
 def _numbers(version: str) -> tuple[int, int] | None:

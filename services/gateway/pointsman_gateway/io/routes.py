@@ -493,7 +493,7 @@ class Gateway:
             self.telemetry.stripped.labels(name).inc()
         found = self.pools.resolve(call.model)
         if found is None:
-            if not self.pools.states():
+            if not self.pools.states() or self.pools.expects(call.model):
                 raise ApiRequestError(
                     503, "No instance is ready.", type_="server_error", code="no_instance", retry_after_s=1.0
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pointsman_common.core.block_keys import KEY_SCHEME, KEY_TOKENS
+from pointsman_common.core.key_report_messages import Delta
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
 from pointsman_router.core.instances.stale_reservations import stale_reservations
@@ -17,6 +18,9 @@ from pointsman_router.core.turn import Turn
 
 # How long an instance is kept whose agent is gone, if it gets no requests and no other one of its pool has an agent, s.
 KEEP_IDLE_S = 3_600.0
+# How long an instance is kept and tried whose agent is gone and which is out by its requests, s. Gateways may reach it again
+# before an agent does. If its machine is gone, too, each trial delays a request, at most one in LifeSettings.max_open_s.
+KEEP_OUT_S = 300.0
 # Number of loads per second, of all instances, above which agents are asked to send fewer. A load takes 75 us of the router's CPU
 # time, so a thousand engines that send 20 a second each would need 1.5 cores. MIN_LOAD_INTERVAL_S: interval at which agents send
 # loads without a limit. MAX_LOAD_INTERVAL_S: the longest one that is asked for, so that a load stays useful.
@@ -123,6 +127,7 @@ class AgentReports:
         record = self._instances.add(info, hello.stream_id, now)
         record.report_interval_s = hello.report_interval_s
         record.load_interval_s = record.key_interval_s = 0.0
+        record.greeted_seq = hello.latest_seq
         record.accepts_pace, record.agent_id = hello.accepts_pace, hello.agent_id
         resume = record.follows_events and record.sync.can_resume(hello.oldest_seq, hello.latest_seq)
         if not resume:
@@ -147,7 +152,8 @@ class AgentReports:
         failure = record.sync.handle(event.message)
         self._prefix_knowledge.keep_placements(record, had_placements)
         progressed = self._prefix_knowledge.keys_reported(record, event.message, now)
-        if progressed:
+        # What an agent lists as it begins, the engine may have computed long ago.
+        if progressed and isinstance(event.message, Delta) and event.message.seq > record.greeted_seq:
             self._evidence.sign(record, now)
         for prompt in progressed:
             self._requests.progress(prompt.request_id, prompt.prefilled_tokens)
@@ -191,7 +197,7 @@ class AgentReports:
         return []
 
     def tick(self, now: float) -> list[ev.Effect]:
-        """Remove instances lost for `lost_instance_s`, unless their engines answer or nobody else does (`_keeps`);
+        """Remove instances lost for `lost_instance_s`, unless their engines answer, are tried, or nobody else answers (`_keeps`);
         request a new snapshot of each instance that did not fit into the index and does now; tell agents how often to send
         loads and keys. Mutates."""
         effects: list[ev.Effect] = []
@@ -236,10 +242,10 @@ class AgentReports:
         instance of its pool has an agent."""
         life = record.life
         assert record.lost_at is not None
-        if life.opened and now - life.out_since > self._lost_instance_s:
-            return ""
         if now - life.sign_at <= self._lost_instance_s:
             return "its engine answers"
+        if life.opened and now - max(record.lost_at, life.out_since) <= KEEP_OUT_S:
+            return "its engine is out, and may answer a request on trial"
         if not others and now - max(record.lost_at, life.sign_at) <= KEEP_IDLE_S:
             return "no instance of its pool has an agent"
         return ""

@@ -348,7 +348,7 @@ class FleetViewBuilder:
                 kv_usage=load.kv_usage if load else 0.0,
                 reported_at=load.sampled_at if load else None,
                 excluded=EXCLUDED_STATES.get(state)
-                or life.excluded(now)
+                or life.excluded(now, agent_gone=record.lost_at is not None)
                 # What answers is alive, whatever its agent says.
                 or (UNHEALTHY if state is InstanceState.UNHEALTHY and now > life.sign_at + SIGN_S else "")
                 or (SATURATED if saturated else ""),

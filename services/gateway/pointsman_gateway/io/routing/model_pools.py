@@ -34,6 +34,8 @@ log = structlog.get_logger()
 MISMATCHES = 3
 # Maximum wait for a tokenizer to be loaded, s.
 LOAD_S = 30.0
+# How long a model without instances is expected back, s: long enough for an engine that starts again.
+EXPECTED_S = 600.0
 # APIs whose bodies the gateway converts before it renders a prompt.
 _CONVERTED = frozenset({Endpoint.RESPONSES, Endpoint.MESSAGES})
 
@@ -60,6 +62,9 @@ class ModelPools:
         self._closing: set[asyncio.Task[None]] = set()
         self._loading: dict[tuple[str, bool], asyncio.Future[ModelTokenizer]] = {}  # (source, newest) -> the tokenizer
         self._names: dict[str, tuple[str, str]] = {}  # any name -> (pool, LoRA adapter or "")
+        self._left: dict[
+            str, float
+        ] = {}  # any name of a pool that has left the fleet -> until when it is expected back
 
     def update(self, pools: Sequence[placement_pb2.Pool]) -> None:
         """Set the pools of the fleet, and check new instances in the background. Mutates."""
@@ -70,7 +75,10 @@ class ModelPools:
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
         self._telemetry.keep_models(pool.model for pool in pools)
-        self._names = names_of(pools)
+        names, until = names_of(pools), time.monotonic() + EXPECTED_S
+        self._left |= {name: until for name, (pool, _) in self._names.items() if pool in gone}
+        self._left = {name: left for name, left in self._left.items() if name not in names and left > time.monotonic()}
+        self._names = names
         for pool in pools:
             state = self._states.setdefault(pool.model, PoolState(pool))
             state.pool = pool
@@ -83,6 +91,11 @@ class ModelPools:
         """Return the pool that a client's `name` refers to and the LoRA adapter ("" for none); None if the name is unknown."""
         found = self._names.get(name)
         return (self._states[found[0]], found[1]) if found else None
+
+    def expects(self, name: str) -> bool:
+        """Return whether a name that resolve() does not know is probably one of the fleet again soon: its pool has left it not
+        long ago, or the operator has named the model's tokenizer."""
+        return self._left.get(name, 0.0) > time.monotonic() or name in self._tokenizers
 
     def context_of(self, name: str) -> int:
         """Return the context length of the model that a client's `name` refers to, in tokens; 0 if it is unknown. May be called

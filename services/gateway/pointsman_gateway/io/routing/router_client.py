@@ -30,8 +30,8 @@ log = structlog.get_logger()
 FLUSH_TIMEOUT_S = 2.0
 # Maximum delay of a report, s. It is sent together with others: a request's first token and end, or reports of several requests.
 REPORT_DELAY_S = 0.005
-# Interval of the reports of which instances send something, s.
-HEARD_S = 2.0
+# Interval of the reports of which instances send something, and of repeated ends of sessions, s.
+REPORTS_S = 2.0
 # How long a begun answer has stood still when it is reported as stalled, and until when, s.
 STALLED_S, STALL_TOLD_S = 10.0, 30.0
 
@@ -156,7 +156,7 @@ class RouterClient:
         self._waiting = WaitingForOwner(self._pace)
         self._asked: dict[str, tuple[str, int]] = {}  # pool -> router id and epoch of the owner that is asked
         self._wake: asyncio.Handle | None = None  # the timer for requests that wait for an owner
-        self._hearing: asyncio.Handle | None = None  # the timer of _tell_heard
+        self._reports: asyncio.Handle | None = None  # the timer of _report_often
         self._wake_at = math.inf  # when it fires, in the loop's time, s
         self._told_claims: dict[tuple[str, str], int] = {}  # router's address, pool -> the higher epoch it was told
         self._closing = False
@@ -200,12 +200,12 @@ class RouterClient:
         """Start to dial; return at once."""
         for address in self._configured:
             self._dial(address)
-        self._hearing = asyncio.get_running_loop().call_later(HEARD_S, self._tell_heard)
+        self._reports = asyncio.get_running_loop().call_later(REPORTS_S, self._report_often)
 
     async def close(self) -> None:
         """Send the queued messages, and close the sessions when the routers have read them (or after FLUSH_TIMEOUT_S)."""
         self._closing = True
-        for timer in (self._wake, self._hearing):
+        for timer in (self._wake, self._reports):
             if timer is not None:
                 timer.cancel()
         await asyncio.gather(*(session.close(FLUSH_TIMEOUT_S) for session in self._sessions.values()), *self._ended)
@@ -334,6 +334,11 @@ class RouterClient:
         ):
             self._pace.failed(one.instance_id, now)
 
+    def _report_often(self) -> None:
+        self._tell_heard()
+        self._repeat_ends()
+        self._reports = asyncio.get_running_loop().call_later(REPORTS_S, self._report_often)
+
     def _tell_heard(self) -> None:
         """Report to the owners of pools the instances whose answers have progressed since the last report, and the answers that
         stand still."""
@@ -350,7 +355,20 @@ class RouterClient:
         for session, (heard, stands) in told.items():
             message = placement_pb2.Heard(instance_ids=sorted(heard), stalled=sorted(stands))
             session.send(placement_pb2.SessionRequest(heard=message), REPORT_DELAY_S)
-        self._hearing = asyncio.get_running_loop().call_later(HEARD_S, self._tell_heard)
+
+    def _repeat_ends(self) -> None:
+        """Report the ends of sessions again that an owner has not confirmed. It was told before it had taken the pool, as another
+        router had named it, or it had no store to keep the end in."""
+        if not (overdue := self._session_ends.overdue(time.monotonic())):
+            return
+        pools_of: dict[str, set[str]] = {}
+        for pool in self._owners.pools():
+            pools_of.setdefault(pool.owner.router_id, set()).add(pool.model)
+        for session in self._sessions.values():
+            pools = pools_of.get(session.router_id, set())
+            for (tenant, session_id), done in overdue if session.connected else ():
+                if not done.issuperset(pools):
+                    session.send(_end_of(tenant, session_id), REPORT_DELAY_S)
 
     def session_begins(self, request: placement_pb2.PlacementRequest) -> None:
         """Record that a client has sent a request, before its first submission: its session, if it has ended, begins anew."""
@@ -360,9 +378,7 @@ class RouterClient:
         """Report the end of a session to the owners of all pools: now, or as soon as they are connected. They receive it after
         all earlier messages about the session's requests."""
         self._session_ends.add(tenant, session_id, time.monotonic())
-        message = placement_pb2.SessionRequest(
-            end_session=placement_pb2.EndSession(tenant=tenant, session_id=session_id)
-        )
+        message = _end_of(tenant, session_id)
         owners = {router_id for router_id, _ in self._announced_epochs.values()}
         for session in self._sessions.values():
             if session.connected and session.router_id in owners:
@@ -371,7 +387,7 @@ class RouterClient:
     @property
     def unconfirmed_ends(self) -> int:
         """Number of ends of sessions that not all owners have confirmed."""
-        return len(self._session_ends)
+        return self._session_ends.unconfirmed([pool.model for pool in self._owners.pools()])
 
     async def explain(self, request: placement_pb2.PlacementRequest, timeout_s: float) -> fleet_pb2.Decision:
         """Return the decision that a router would make on `request`, without a reservation. Raises NoRouter and
@@ -647,8 +663,8 @@ class RouterClient:
             case "usage":
                 self.on_usage(session, message.usage)
             case "session_ended":
-                ended, pools = message.session_ended, (pool.model for pool in self._owners.pools())
-                self._session_ends.confirmed(ended.tenant, ended.session_id, ended.models, pools)
+                ended = message.session_ended
+                self._session_ends.confirmed(ended.tenant, ended.session_id, ended.models)
             case "fleet":
                 self._owners.begin(session.address, session.router_id, message.fleet)
                 self._routes.clear()
@@ -736,8 +752,7 @@ class RouterClient:
                 self._announced_epochs.update(taken)
                 session.send(placement_pb2.SessionRequest(hello=self._hello()))
                 for tenant, session_id in self._session_ends.untold(taken, time.monotonic()):
-                    end = placement_pb2.EndSession(tenant=tenant, session_id=session_id)
-                    session.send(placement_pb2.SessionRequest(end_session=end))
+                    session.send(_end_of(tenant, session_id))
         self._reroute()
         self._on_pools(pools)
         self.on_routes()
@@ -768,3 +783,7 @@ class RouterClient:
             if target is not None and target is not request.session:
                 misplaced.append(request)
         self._resubmit(misplaced)
+
+
+def _end_of(tenant: str, session_id: str) -> placement_pb2.SessionRequest:
+    return placement_pb2.SessionRequest(end_session=placement_pb2.EndSession(tenant=tenant, session_id=session_id))

@@ -114,10 +114,12 @@ class EngineLife:
         """Return whether the engine must get no request at `now`: its pause has not ended, or a request is on trial."""
         return bool(self.opened) and (bool(self.trial) or now < self.until)
 
-    def excluded(self, now: float) -> str:
+    def excluded(self, now: float, *, agent_gone: bool) -> str:
         """Return why the engine gets no request at `now`; empty if it gets one."""
         if not self.open(now):
             return ""
+        if agent_gone:  # With both witnesses against it, it is probably gone itself.
+            return NOT_ANSWERING
         return NOT_ANSWERING if self.answers_nothing(now) and (self.trial or now < self.alone_until) else CIRCUIT_OPEN
 
     def answers_nothing(self, now: float) -> bool:

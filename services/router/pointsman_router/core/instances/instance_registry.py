@@ -45,6 +45,7 @@ class InstanceRecord:
     sync: ReportSync
     stream_id: int  # of its agent
     heard_at: float  # when its agent's last message came
+    greeted_seq: int = 0  # number of its agent's last change of keys before the stream began
     report_interval_s: float = 0.0  # maximum interval between two of its agent's messages; 0: unknown
     load_interval_s: float = 0.0  # minimum interval between two loads that the agent received; 0: none
     key_interval_s: float = 0.0  # the same for changes of keys
@@ -286,13 +287,14 @@ class _Pool:
     def refresh(self, record: InstanceRecord) -> None:
         """Apply whether an instance is placeable, healthy, and in by its life. Mutates."""
         instance_id, tier = record.info.instance_id, _tier(record)
+        self._shares = {}  # an instance that is out may have become unhealthy
         for number, infos in enumerate(self._tiers):
             if number == tier:
                 if infos.get(instance_id) is not record.info:
                     infos[instance_id] = record.info
-                    self._shares, self._info = {}, None
+                    self._info = None
             elif infos.pop(instance_id, None) is not None:
-                self._shares, self._info = {}, None
+                self._info = None
 
     @property
     def has_healthy(self) -> bool:
