@@ -312,7 +312,10 @@ class StateMachine(RuleBasedStateMachine):
                 assert leaves is not None
                 assert leaves.gateway_id == effect.gateway_id
                 there = self.router.instances.get(leaves.instance_id)
-                assert there is None if effect.lost else self.router.instances.moves(leaves.instance_id)
+                if effect.lost:
+                    assert there is None or there.kept
+                else:
+                    assert self.router.instances.moves(leaves.instance_id)
             if isinstance(effect, ev.Placed | ev.Refused) and not _of_later_step(event, effect):
                 assert self.waiting.pop(effect.request_id) == effect.gateway_id
         assert {held.request.request_id: held.gateway_id for held in self.waiters()} == self.waiting
