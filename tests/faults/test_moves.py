@@ -101,7 +101,10 @@ async def test_an_engine_is_emptied_under_load(fleet: Fleet) -> None:
     """Nobody waits for long, and no answer is broken, repeated or lost."""
     source = fleet.address("gateway", "e0")
     async with fault_under_load(fleet, "engine emptied") as fault:
-        await drain(fleet, source, "--move", "--wait", f"{WAIT_S}")
-        await fleet.replay.answers(20)
-        fault.ends_now()
-        await drain(fleet, source, "--resume")
+        try:
+            await drain(fleet, source, "--move", "--wait", f"{WAIT_S}")
+            await fleet.replay.answers(20)
+        finally:
+            # Other tests use the fleet, too.
+            fault.ends_now()
+            await drain(fleet, source, "--resume")

@@ -93,7 +93,8 @@ class EngineProbe:
         """GET /health. Returns if the engine answers and does not say that it is dead. Raises ProbeError; with a `status` if it
         says that."""
         try:
-            async with self._session.get(_url(self._address.url, "/health")) as answer:
+            url, timeout = _url(self._address.url, "/health"), aiohttp.ClientTimeout(total=ANSWER_S)
+            async with self._session.get(url, timeout=timeout) as answer:
                 # 4xx: a server without this route, or one that wants another key.
                 if answer.status < 500 or (answer.status == 503 and _SCALING in await answer.content.read(1_000)):
                     return
