@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pointsman_common.core.block_keys import KEY_SCHEME, digest_of, prompt_keys
 from pointsman_common.core.key_report_messages import SnapshotBegin, SnapshotChunk, SnapshotEnd
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.event_trust import EventTrust
 from pointsman_router.core.placement_types import InstanceInfo
 from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.router_state import RouterState, StateSettings
@@ -36,7 +37,7 @@ def info(number: int) -> InstanceInfo:
 
 
 def filled(instances: int, keys: Sequence[int], count: int = KEYS_PER_INSTANCE) -> RouterState:
-    """Return a router's state with `instances` that have `count` keys each."""
+    """Return a router's state with `instances` that have `count` keys each, which count as exact."""
     state = RouterState(make_policy("unified"), StateSettings())
     for number in range(instances):
         instance = info(number)
@@ -44,4 +45,10 @@ def filled(instances: int, keys: Sequence[int], count: int = KEYS_PER_INSTANCE) 
         state.handle(ev.AgentHello(number, instance, KEY_SCHEME, 1, 0), 0.0)
         for message in (SnapshotBegin(0), SnapshotChunk(1, held), SnapshotEnd(0, len(held), digest_of(1, held))):
             state.handle(ev.KeysReported(number, instance.instance_id, message), 0.0)
+        record = state.instances.get(instance.instance_id)
+        assert record is not None
+        # As if answers had confirmed its events.
+        record.trust = EventTrust(proven=True, reason="")
+        record.forget_snapshot()
+    assert all(record.exact for record in state.instances.records())
     return state
