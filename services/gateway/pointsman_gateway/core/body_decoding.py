@@ -31,54 +31,21 @@ class BodyTooDense(Exception):
 
 
 class _Stream(Protocol):
-    """One member of a gzip body, one zlib stream, or one zstd frame."""
+    """Decodes one member of a gzip body, one zlib stream, or one zstd frame, as the standard library's decompressors do. zlib's
+    have what they left of their input in `unconsumed_tail`, zstd's keep it themselves."""
 
     @property
     def eof(self) -> bool: ...
     @property
     def unused_data(self) -> bytes: ...
-    def decode(self, piece: bytes) -> tuple[bytes, bytes]:
-        """Return at most PIECE_BYTES of output, and the input that is left. Raises the library's error."""
-
-
-class _Zlib:
-    def __init__(self, window_bits: int) -> None:
-        self._stream = zlib.decompressobj(window_bits)
-
-    @property
-    def eof(self) -> bool:
-        return self._stream.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._stream.unused_data
-
-    def decode(self, piece: bytes) -> tuple[bytes, bytes]:
-        return self._stream.decompress(piece, PIECE_BYTES), self._stream.unconsumed_tail
-
-
-class _Zstd:
-    def __init__(self) -> None:
-        self._stream = ZstdDecompressor(options={DecompressionParameter.window_log_max: _WINDOW_LOG})
-
-    @property
-    def eof(self) -> bool:
-        return self._stream.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._stream.unused_data
-
-    def decode(self, piece: bytes) -> tuple[bytes, bytes]:
-        # It keeps the input that is left.
-        return self._stream.decompress(piece, PIECE_BYTES), b""
+    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
 
 
 _STREAMS: dict[str, Callable[[], _Stream]] = {
-    "zstd": _Zstd,
-    "gzip": lambda: _Zlib(16 + zlib.MAX_WBITS),
-    "x-gzip": lambda: _Zlib(16 + zlib.MAX_WBITS),
-    "deflate": lambda: _Zlib(zlib.MAX_WBITS),
+    "zstd": lambda: ZstdDecompressor(options={DecompressionParameter.window_log_max: _WINDOW_LOG}),
+    "gzip": lambda: zlib.decompressobj(16 + zlib.MAX_WBITS),
+    "x-gzip": lambda: zlib.decompressobj(16 + zlib.MAX_WBITS),
+    "deflate": lambda: zlib.decompressobj(zlib.MAX_WBITS),
 }
 # Value of Accept-Encoding.
 ACCEPTED = "zstd, gzip, deflate"
@@ -116,12 +83,11 @@ class BodyDecoder:
                     return
                 self._stream = self._make()
             try:
-                made, left = self._stream.decode(piece)
+                made = self._stream.decompress(piece, PIECE_BYTES)
             except (zlib.error, ZstdError) as error:
                 raise UndecodableBody(str(error)) from error
             self._begun = True
-            if self._stream.eof:
-                left = self._stream.unused_data
+            left = self._stream.unused_data if self._stream.eof else getattr(self._stream, "unconsumed_tail", b"")
             if made:
                 self._given += len(made)
                 if self._given > max(FREE_BYTES, MAX_RATIO * (self._taken - len(left))):

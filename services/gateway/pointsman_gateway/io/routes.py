@@ -76,6 +76,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+VERSION = version("pointsman")
 # Timeout of the router's answer to a dry run, s.
 EXPLAIN_S = 10.0
 SESSIONS_PATH = "/v1/sessions/"
@@ -361,7 +362,7 @@ class Gateway:
         return Response(200, b"ok\n", {"Content-Type": "text/plain"})
 
     async def _version(self, request: Request) -> Response:
-        return _json({"version": version("pointsman")})
+        return _json({"version": VERSION})
 
     async def _load(self, request: Request) -> Response:
         """Return the number of placed requests that this process has open, under the name that vLLM gives its own."""

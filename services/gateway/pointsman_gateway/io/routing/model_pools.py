@@ -62,9 +62,8 @@ class ModelPools:
         self._closing: set[asyncio.Task[None]] = set()
         self._loading: dict[tuple[str, bool], asyncio.Future[ModelTokenizer]] = {}  # (source, newest) -> the tokenizer
         self._names: dict[str, tuple[str, str]] = {}  # any name -> (pool, LoRA adapter or "")
-        self._left: dict[
-            str, float
-        ] = {}  # any name of a pool that has left the fleet -> until when it is expected back
+        # Any name of a pool that has left the fleet -> until when it is expected back.
+        self._left: dict[str, float] = {}
 
     def update(self, pools: Sequence[placement_pb2.Pool]) -> None:
         """Set the pools of the fleet, and check new instances in the background. Mutates."""
