@@ -208,18 +208,16 @@ class EngineLife:
         self.pool.errors += 1
         self.status = status
         self.sign_at = now if status else self.sign_at
-        if self.trial == request_id or (not self.opened and self._unlikely()):
-            self.failures = max(self.failures, settings.failures - 1)
-            return self.failed(request_id, now, settings, ERRORS)
+        if self._errs(request_id):
+            return self._put_out(request_id, now, settings, ERRORS)
         return False
 
     def broke_off(self, request_id: str, now: float, settings: LifeSettings) -> bool:
         """Record that a stream broke after its first token: as a failure, and as an error in place of an answer."""
         if request_id not in self.standing:
             self._broke()
-        if self.trial == request_id or (not self.opened and self._unlikely()):
-            self.failures = max(self.failures, settings.failures - 1)
-            return self.failed(request_id, now, settings, ERRORS)
+        if self._errs(request_id):
+            return self._put_out(request_id, now, settings, ERRORS)
         return self.failed(request_id, now, settings)
 
     def excused(self, settings: LifeSettings, *, broke: bool, witness: bool) -> bool:
@@ -247,8 +245,7 @@ class EngineLife:
 
     def silent(self, now: float, settings: LifeSettings) -> bool:
         """Record that a request is overdue while the engine sent nothing: it is out at once."""
-        self.failures = max(self.failures, settings.failures - 1)
-        return self.failed(self.trial, now, settings, SILENCE)
+        return self._put_out(self.trial, now, settings, SILENCE)
 
     def stalled(self, request_id: str, now: float, settings: LifeSettings, *, idle: bool) -> bool:
         """Record that an answer has begun and stands still; more than one record of an answer counts once. `idle`: the engine
@@ -256,13 +253,11 @@ class EngineLife:
         if request_id not in self.standing:
             self.standing.add(request_id)
             self._broke()
-            if self.trial == request_id or (not self.opened and self._unlikely()):
-                self.failures = max(self.failures, settings.failures - 1)
-                return self.failed(request_id, now, settings, ERRORS)
+            if self._errs(request_id):
+                return self._put_out(request_id, now, settings, ERRORS)
         if not idle or self.opened or now - self.sign_at < STALLED_S:
             return False
-        self.failures = max(self.failures, settings.failures - 1)
-        return self.failed(request_id, now, settings, SILENCE)
+        return self._put_out(request_id, now, settings, SILENCE)
 
     def served(self, request_id: str) -> None:
         """Record that a request waits for its first byte no longer."""
@@ -301,6 +296,15 @@ class EngineLife:
         # After each sign the first of those that wait has its own time again.
         by = max(wait.placed_at + wait.predicted_s, self.sign_at + wait.alone_s)
         return now >= by + OVERDUE_S
+
+    def _errs(self, request_id: str) -> bool:
+        """Return whether the last error, of this request, puts the engine out."""
+        return self.trial == request_id or (not self.opened and self._unlikely())
+
+    def _put_out(self, request_id: str, now: float, settings: LifeSettings, cause: str) -> bool:
+        """Record a failure that is enough by itself."""
+        self.failures = max(self.failures, settings.failures - 1)
+        return self.failed(request_id, now, settings, cause)
 
     def _broke(self) -> None:
         """Count an error in place of an answer that had begun."""
