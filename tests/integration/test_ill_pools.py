@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 
 from pointsman_lab.emulator.emulated_engine import EmulatedEngine, EmulateSettings, start
-from tests.support.processes.pointsman import flag_words, pointsman_process
+from tests.support.processes.pointsman import control_plane
 from tests.support.processes.process import free_port
 from tests.support.waiting import eventually
 
@@ -30,21 +30,7 @@ async def test_where_the_only_engine_is_dead_few_requests_try_it_and_the_others_
     listen, port = f"127.0.0.1:{free_port()}", free_port()
     async with AsyncExitStack() as stack:
         only = await engine(port)
-        flags = {
-            "listen": listen,
-            "router_listen": f"127.0.0.1:{free_port()}",
-            "console": "",
-            "router_metrics": "",
-            "agent_metrics": "",
-            "engine": [f"http://127.0.0.1:{port}"],
-            "state_dir": tmp_path / "agent",
-        }
-        plane = pointsman_process("plane", tmp_path, "up", *flag_words(flags))
-        plane.start()
-        stack.callback(lambda: plane.stop(within_s=40))
-        await asyncio.to_thread(
-            plane.wait_ready, lambda: "OpenAI API" in (tmp_path / "plane.log").read_text(), within_s=120
-        )
+        await stack.enter_async_context(control_plane(tmp_path, listen, f"127.0.0.1:{free_port()}", [port]))
         http = await stack.enter_async_context(aiohttp.ClientSession())
         seen: Counter[int] = Counter()
 

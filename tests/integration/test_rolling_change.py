@@ -17,7 +17,7 @@ import grpc.aio
 
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from pointsman_lab.emulator.emulated_engine import EmulatedEngine, EmulateSettings, start
-from tests.support.processes.pointsman import flag_words, pointsman_process
+from tests.support.processes.pointsman import control_plane
 from tests.support.processes.process import free_port
 from tests.support.waiting import eventually
 
@@ -76,21 +76,7 @@ async def test_a_rolling_change_of_type_and_context_loses_and_mixes_nothing(tmp_
         references = [await engine(kind) for kind in (OLD, NEW)]
         for reference in references:
             stack.push_async_callback(reference.stop)
-        flags = {
-            "listen": listen,
-            "router_listen": router,
-            "console": "",
-            "router_metrics": "",
-            "agent_metrics": "",
-            "engine": [f"http://127.0.0.1:{port}" for port in ports],
-            "state_dir": tmp_path / "agent",
-        }
-        plane = pointsman_process("plane", tmp_path, "up", *flag_words(flags))
-        plane.start()
-        stack.callback(lambda: plane.stop(within_s=40))
-        await asyncio.to_thread(
-            plane.wait_ready, lambda: "OpenAI API" in (tmp_path / "plane.log").read_text(), within_s=120
-        )
+        plane = await stack.enter_async_context(control_plane(tmp_path, listen, router, ports))
         http = await stack.enter_async_context(aiohttp.ClientSession())
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(router))
         fleet: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(channel)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from tests.support.processes.process import Process
@@ -36,3 +38,26 @@ def pointsman_process(
     """Return a process of `pointsman COMMAND FLAGS WORDS...` that is not started. Its log is FOLDER/NAME.log."""
     argv = pointsman_command(command, *flag_words(flags or {}), *words)
     return Process(name, argv, folder / f"{name}.log", env or {}, cwd)
+
+
+@asynccontextmanager
+async def control_plane(folder: Path, listen: str, router: str, ports: Sequence[int]) -> AsyncIterator[Process]:
+    """Run `pointsman up` in front of the engines at these ports, without console and metrics, from when it says that it serves.
+    `listen`, `router`: HOST:PORT of the gateway and of the router."""
+    flags = {
+        "listen": listen,
+        "router_listen": router,
+        "console": "",
+        "router_metrics": "",
+        "agent_metrics": "",
+        "engine": [f"http://127.0.0.1:{port}" for port in ports],
+        "state_dir": folder / "agent",
+    }
+    plane = pointsman_process("plane", folder, "up", *flag_words(flags))
+    plane.start()
+    try:
+        log = folder / "plane.log"
+        await asyncio.to_thread(plane.wait_ready, lambda: "OpenAI API" in log.read_text(), within_s=120)
+        yield plane
+    finally:
+        plane.stop(within_s=40)
