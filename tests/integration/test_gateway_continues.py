@@ -167,12 +167,13 @@ async def test_an_instance_that_operators_empty_loses_its_stream_and_is_not_blam
     assert first(up).aborted == 1
 
 
-@pytest.mark.parametrize("why", ["not told", "unknown", "lost, but alive"])
+@pytest.mark.parametrize("why", ["not told", "unknown", "lost, but alive", "chosen before its answer began"])
 async def test_a_stream_that_cannot_or_need_not_go_on_elsewhere_stays(up: Stack, why: str) -> None:
     first(up).tells = why != "not told"
     asking = await begun(up)
     reason = placement_pb2.MOVE_REASON_LOST if why == "lost, but alive" else placement_pb2.MOVE_REASON_DRAIN
-    await up.router.move("another" if why == "unknown" else up.router.places[0].request_id, reason)
+    moved = "another" if why == "unknown" else up.router.places[0].request_id
+    await up.router.move(moved, reason, unbegun=why == "chosen before its answer began")
     # Told after the order, on the same stream, and so applied after it.
     up.router.pools[0].served_names.append("later")
     await up.router.tell_fleet()
@@ -191,7 +192,7 @@ async def test_a_request_whose_answer_has_not_begun_is_asked_anew(up: Stack) -> 
     await eventually(lambda: first(up).open == 1, "the first engine has the request")
     while not up.router.finished:
         # The answer's head may still be under way.
-        await up.router.move(up.router.places[0].request_id, placement_pb2.MOVE_REASON_DRAIN)
+        await up.router.move(up.router.places[0].request_id, placement_pb2.MOVE_REASON_DRAIN, unbegun=True)
         await asyncio.sleep(0.02)
     assert await asking == ("".join(WORDS), [])
     left, _ = up.router.finished

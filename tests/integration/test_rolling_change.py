@@ -105,10 +105,15 @@ async def test_a_rolling_change_of_type_and_context_loses_and_mixes_nothing(tmp_
         for done, port in enumerate(ports, 1):
             instance_id = f"127.0.0.1:{port}"
             await load.goes_on(clients)
+
+            async def answers(instance_id: str = instance_id) -> bool:
+                return (await listed())[instance_id].num_requests > 0
+
+            await eventually(lambda: clients.done() or answers(), "it has something to move", 60)
             await fleet.Drain(fleet_pb2.DrainRequest(instance_id=instance_id, move=True))
 
             async def left(instance_id: str = instance_id) -> bool:
-                return (await listed())[instance_id].num_requests == 0
+                return not await answers(instance_id)
 
             await eventually(left, "its requests have ended or left", 60)
             await engines[port].stop()

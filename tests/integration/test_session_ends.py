@@ -125,7 +125,8 @@ async def test_a_client_without_limits_ends_a_bounded_number_of_sessions(tmp_pat
         assert routes.SESSION_ENDS_AT_ONCE <= statuses.count(204) <= most
         assert await delete(up, "/v1/sessions/s", **{"x-api-key": "sk-blue"}) == 204
         await confirmed(up)
-        assert len(up.router.ended_sessions) == statuses.count(204) + 1
+        # An end that is confirmed late is told twice.
+        assert len(set(up.router.ended_sessions)) == statuses.count(204) + 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -104,6 +104,16 @@ def test_a_request_that_waits_for_its_first_token_is_the_cheapest() -> None:
     assert moved(router.handle(DRAIN, 1.0)) == ["waits", "r0"]
 
 
+def test_an_order_tells_for_what_its_instance_was_chosen() -> None:
+    """Another instance may be able to take a prompt, and unable to go on with an answer."""
+    router = fleet("b", streams=0, waits=100)
+    [order] = [effect for effect in router.handle(DRAIN, 1.0) if isinstance(effect, ev.Move)]
+    assert order == ev.Move("waits", "g", unbegun=True)
+    # Its gateway had the first token when it got the order, and ignores it.
+    effects = router.handle(ev.GatewayReported("g", ev.FirstToken("waits")), 1.1)
+    assert [effect for effect in effects if isinstance(effect, ev.Move)] == [ev.Move("waits", "g")]
+
+
 @pytest.mark.parametrize(
     "end",
     [

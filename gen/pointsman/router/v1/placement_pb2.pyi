@@ -1045,19 +1045,25 @@ class Move(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    UNBEGUN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     reason: Global___MoveReason.ValueType
     """Why."""
+    unbegun: _builtins.bool
+    """Whether the router chose an instance for a request whose answer has not begun. Such an instance may be unable to go on with an
+    answer, for example as it has another type. So a gateway whose client has the beginning of the answer ignores the message.
+    """
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         reason: Global___MoveReason.ValueType = ...,
+        unbegun: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "request_id", b"request_id", "unbegun", b"unbegun"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -382,12 +382,13 @@ class Parked(msgspec.Struct, frozen=True, gc=False):
 
 class Move(msgspec.Struct, frozen=True, gc=False):
     """A request is to leave its instance, if its gateway can have another one answer it. `lost`: the instance's agent is gone;
-    else operators empty the instance, or its engine sends nothing (`silent`)."""
+    else operators empty the instance, or its engine sends nothing (`silent`). `unbegun`: unless its answer has begun."""
 
     request_id: str
     gateway_id: str
     lost: bool = False
     silent: bool = False
+    unbegun: bool = False
 
 
 class DecisionMade(msgspec.Struct, frozen=True, gc=False):

@@ -216,13 +216,15 @@ class RequestRunner:
             self._shared.telemetry.refused(reply.code)
         return event_of(attempt_id, reply)
 
-    def _move(self, lost: bool) -> None:
-        """Let the request leave its instance. `lost`: only if nobody is there any more."""
+    def _move(self, asked: placement_pb2.Move) -> None:
+        """Let the request leave its instance."""
         machine = self._state_machine
         if machine.step is None:
             return
-        if lost:
+        if asked.reason == placement_pb2.MOVE_REASON_LOST:
             self._steps.instance_lost(machine.step)
+        elif asked.unbegun and machine.phase is Phase.STREAMING:
+            return  # The router learns of the beginning, and asks again if there is an instance for the rest.
         elif machine.phase in (Phase.SERVING, Phase.STREAMING):
             if machine.phase is Phase.SERVING and self._limit is not None and self._steps.waits_for_head(machine.step):
                 self._gave_up = ev.UpstreamFailed("moved to another instance", moved=True)

@@ -89,7 +89,7 @@ class _Request:
     waits: Callable[[], bool] | None = None
     progressed_at: float = 0.0  # when `generated` was last seen to grow, or the gateway not to wait, monotonic s
     placed_at: float = 0.0
-    move: Callable[[bool], None] | None = None
+    move: Callable[[placement_pb2.Move], None] | None = None
     first_token_by: float | None = None
 
     def progress(self, now: float) -> tuple[bool, bool]:
@@ -307,9 +307,8 @@ class RouterClient:
         if one is not None:
             one.generated, one.waits, one.progressed_at = generated, waits, time.monotonic()
 
-    def on_move(self, request_id: str, move: Callable[[bool], None]) -> None:
-        """Set the function that is called when a router asks for the request to leave its instance: with True if the instance's
-        agent is gone."""
+    def on_move(self, request_id: str, move: Callable[[placement_pb2.Move], None]) -> None:
+        """Set the function that is called when a router asks for the request to leave its instance."""
         one = self._requests.get(request_id)
         if one is not None:
             one.move = move
@@ -718,7 +717,7 @@ class RouterClient:
     def _move(self, move: placement_pb2.Move) -> None:
         one = self._requests.get(move.request_id)
         if one is not None and one.move is not None:
-            one.move(move.reason == placement_pb2.MOVE_REASON_LOST)
+            one.move(move)
 
     def _fleet_changed(self) -> None:
         """Apply a change of the fleet or of the owners of its pools: dial, announce, and route requests again."""

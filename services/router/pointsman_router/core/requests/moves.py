@@ -31,13 +31,17 @@ MOST_DECISIONS = 32
 
 
 class _Notice(NamedTuple):
-    """When a request was told to leave, or could not be, and how often."""
+    """When a request was told to leave, or could not be, how often, and whether its answer had begun."""
 
     at: float
     times: int
+    begun: bool
+
+    def again(self, at: float) -> _Notice:
+        return self._replace(at=at, times=self.times + 1)
 
 
-_NO_NOTICE = _Notice(-inf, 0)
+_NO_NOTICE = _Notice(-inf, 0, begun=False)
 
 
 class RequestMoves:
@@ -91,14 +95,14 @@ class RequestMoves:
         for reservation in heapq.nsmallest(MOST_DECISIONS, due, key=self._order):
             notice = self._notice_of(reservation)
             if (asked := self._asked(reservation)) is None:
-                self._notices[reservation.request_id] = _Notice(now - LEAVES_WITHIN_S, notice.times + 1)
+                self._notices[reservation.request_id] = notice.again(now - LEAVES_WITHIN_S)
                 continue
             # The decisions of a look do not see each other: each has an instance of its own.
             verdict = self._decider.decide(replace(asked, exclude=(*asked.exclude, *targets)), now)
             if isinstance(verdict, AllSaturated) or (targets and not isinstance(verdict, Decision)):
                 break
             if not isinstance(verdict, Decision):  # No other instance may have it.
-                self._notices[reservation.request_id] = _Notice(now - LEAVES_WITHIN_S, notice.times + 1)
+                self._notices[reservation.request_id] = notice.again(now - LEAVES_WITHIN_S)
                 continue
             if not verdict.result.steps:  # The policy would hold it.
                 continue
@@ -106,15 +110,19 @@ class RequestMoves:
             if target is None or target.life.opened:
                 continue  # It would be no better off there.
             targets.add(verdict.instance_id)
-            self._notices[reservation.request_id] = _Notice(now, notice.times + 1)
+            self._notices[reservation.request_id] = notice.again(now)
             silent = not self._instances.empties(reservation.instance_id)
-            effects.append(ev.Move(reservation.request_id, reservation.gateway_id, silent=silent))
+            unbegun = not notice.begun
+            effects.append(ev.Move(reservation.request_id, reservation.gateway_id, silent=silent, unbegun=unbegun))
             if len(effects) >= room:
                 break
         return effects
 
     def _notice_of(self, reservation: Reservation) -> _Notice:
-        return self._notices.get(reservation.request_id, _NO_NOTICE)
+        """Return the notice of a request. One from before its answer began counts as none: what it may leave for has changed."""
+        notice = self._notices.get(reservation.request_id, _NO_NOTICE)
+        begun = reservation.phase is Phase.DECODE
+        return notice if notice.begun is begun else _NO_NOTICE._replace(times=notice.times, begun=begun)
 
     def _order(self, reservation: Reservation) -> tuple[int, int, str]:
         """Requests that were told in vain come last. Then what costs least comes first: so the number of streams falls fastest,

@@ -291,7 +291,7 @@ def parked_to_wire(parked: ev.Parked) -> placement_pb2.Parked:
 def move_to_wire(move: ev.Move) -> placement_pb2.Move:
     """Convert the order that a request leaves its instance."""
     reason = placement_pb2.MOVE_REASON_LOST if move.lost else placement_pb2.MOVE_REASON_DRAIN
-    return placement_pb2.Move(request_id=move.request_id, reason=reason)
+    return placement_pb2.Move(request_id=move.request_id, reason=reason, unbegun=move.unbegun)
 
 
 def owner_to_wire(owner: Owner | None) -> placement_pb2.Owner | None:
