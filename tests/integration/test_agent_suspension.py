@@ -64,6 +64,41 @@ async def test_a_paused_engine_is_suspended_also_if_it_answers_late(
         await eventually(lambda: suspended(router) == "", "that it is resumed")
 
 
+@pytest.mark.parametrize("sleeps", [True, False], ids=["sleep", "pause"])
+async def test_keys_from_after_a_reset_outlast_an_answer_from_before_it(
+    engine: FakeEngine, router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeps: bool
+) -> None:
+    """The engine says that it is paused when it computes again. Its events have told of the reset."""
+    monkeypatch.setattr(engine_monitor, "PAUSE_ANSWER_S", 0.01)
+    engine.paused = False
+
+    async def loads(count: int) -> None:
+        seen = len(router.streams[0].loads)
+        await eventually(lambda: len(router.streams[0].loads) >= seen + count, "loads")
+
+    async with running(engine.url, [router.address], tmp_path):
+        await engine.publish(store((1,)))
+        await eventually(lambda: keys(router, engine) == set(prompt_keys(tokens_of((1,)), "tiny")), "the keys")
+        engine.pause_answers.clear()
+        engine.paused = True
+        if sleeps:
+            engine.awake, engine.operations = False, {"sleep": 1}
+            await eventually(lambda: "level 1" in (suspended(router) or ""), "that it is asleep")
+        await loads(2)
+        engine.paused = False
+        if sleeps:
+            engine.awake, engine.operations = True, {"sleep": 1, "wake": 1}
+            await eventually(lambda: suspended(router) == "", "that it computes")
+        await engine.publish(AllBlocksCleared(), store((3,)))
+        after = set(prompt_keys(tokens_of((3,)), "tiny"))
+        await eventually(lambda: keys(router, engine) == after, "the new keys")
+        engine.pause_answers.set()
+        await loads(5)
+        await eventually(lambda: suspended(router) == "", "that it computes")
+        await loads(3)
+        assert keys(router, engine) == after
+
+
 async def test_an_unloaded_adapter_is_noticed_soon(
     engine: FakeEngine, router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,8 +178,9 @@ class FakeEngine:
     async def _is_paused(self, request: web.Request) -> web.Response:
         if self.paused is None:
             raise web.HTTPNotFound
+        paused = self.paused
         await self.pause_answers.wait()
-        return web.json_response({"is_paused": self.paused})
+        return web.json_response({"is_paused": paused})
 
     async def _version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": "0.32.0"})

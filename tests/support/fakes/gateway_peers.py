@@ -248,9 +248,7 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
             self._sessions[session] = fleet
             await session.put(placement_pb2.SessionResponse(fleet_update=fleet_update(sent, fleet)))
 
-    async def move(
-        self, request_id: str, reason: placement_pb2.MoveReason.ValueType, *, unbegun: bool = False
-    ) -> None:
+    async def move(self, request_id: str, reason: placement_pb2.MoveReason.ValueType, *, unbegun: bool = False) -> None:
         """Ask for a request to leave i0, which takes no more if it drains. `unbegun`: unless its answer has begun."""
         if reason == placement_pb2.MOVE_REASON_DRAIN:
             self.draining.add("i0")

@@ -9,7 +9,7 @@ import pytest
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman_agent.core.engine_metrics import NAMES, Scrape, parse_metrics
 from pointsman_agent.core.step_load import StepLoad, StepTotals
-from pointsman_agent.core.suspension import CacheResets, suspension
+from pointsman_agent.core.suspension import CacheResets, Reset, suspension
 
 # A page of vLLM 0.32 (tests/unit/agent/vllm_metrics.txt) with the state that PrometheusStatLogger.record_sleep_state writes, and
 # the operations as vllm/entrypoints/serve/dev/sleep/metrics.py and entrypoints/rl/online/metrics.py print them.
@@ -65,7 +65,7 @@ def test_what_suspends_an_engine(scrape: Scrape, paused: bool, expected: str) ->
 def test_an_engine_without_sleep_metrics_is_awake() -> None:
     scrape = parse_metrics(b'vllm:num_requests_running{engine="0"} 0.0\n')
     assert reason(scrape) == ""
-    assert CacheResets().observe(scrape, paused=False) == ""
+    assert CacheResets().observe(scrape, paused=False) is None
 
 
 def test_the_ranks_of_an_engine_sleep_each() -> None:
@@ -122,8 +122,8 @@ def test_a_pause_is_known_from_two_scrapes(pages: tuple[tuple[Scrape, bool], ...
 
 
 def test_what_happened_before_the_first_scrape_is_no_reset() -> None:
-    assert CacheResets().observe(page(completed={"sleep": 5, "update": 7}), paused=False) == ""
-    assert CacheResets().observe(page(LEVEL_2), paused=True) == "the engine is asleep"
+    assert CacheResets().observe(page(completed={"sleep": 5, "update": 7}), paused=False) is None
+    assert CacheResets().observe(page(LEVEL_2), paused=True) == Reset("the engine is asleep", over=False)
 
 
 def test_the_sleep_series_are_requested() -> None:
@@ -144,8 +144,8 @@ def test_a_count_that_is_no_number_for_a_while_is_no_reset() -> None:
     resets = CacheResets()
     pages = [page(completed={"update": 2}), page(), page(completed={"update": 2}), page(completed={"update": 3})]
     assert [resets.observe(scrape, paused=False) for scrape in pages] == [
-        "",
-        "",
-        "",
-        "the engine's weights were changed",
+        None,
+        None,
+        None,
+        Reset("the engine's weights were changed", over=True),
     ]

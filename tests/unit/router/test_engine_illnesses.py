@@ -186,7 +186,9 @@ def test_a_silent_engine_is_out_ten_seconds_after_a_first_token_was_due_and_its_
     [changed] = [effect for effect in effects if isinstance(effect, ev.LifeChanged)]
     assert (changed.instance_id, changed.out, changed.cause) == (owner, True, "silence")
     assert ev.FleetChanged() in effects
-    assert [effect for effect in effects if isinstance(effect, ev.Move)] == [ev.Move("hangs", "g", silent=True, unbegun=True)]
+    assert [effect for effect in effects if isinstance(effect, ev.Move)] == [
+        ev.Move("hangs", "g", silent=True, unbegun=True)
+    ]
     assert placed(state_, "next", 1.6 + OVERDUE_S, session_id="s", tenant="t") != owner
     assert ev.FleetChanged() in state_.handle(ev.FirstToken("hangs"), 13.0), "what answers is in again"
     assert out(state_) == []

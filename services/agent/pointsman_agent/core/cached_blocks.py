@@ -68,7 +68,7 @@ class BlockEventCounts:
     batches: int = 0  # number of batches of events
     stored: int = 0
     removed: int = 0
-    clears: int = 0  # number of clears
+    resets: int = 0  # number of resets that events told of
     unknown_removed: int = 0
     orphans: int = 0
     malformed: int = 0
@@ -171,6 +171,7 @@ class CachedBlocks:
             if self.unusable_reason:
                 break
             if isinstance(event, AllBlocksCleared):
+                self.counts.resets += 1
                 # The engine resets its caches between two steps, and its own cache reports first. So a second reset after new
                 # blocks of its own cache is the reset of an offloading connector's cache (SimpleCPUOffloadConnector).
                 if stored_since:
@@ -485,7 +486,6 @@ class CachedBlocks:
 
     def _forget(self) -> None:
         """Remove all blocks of all tiers. An engine's reset names no medium, and a missing key is better than a wrong one."""
-        self.counts.clears += 1
         self._refcounts_unsure = False
         # Number of keys before this batch: undo its additions and removals. A clear of an empty set is no change.
         before = self.key_count - sum(map(len, self._added.values())) + sum(map(len, self._removed.values()))
@@ -505,7 +505,6 @@ class CachedBlocks:
 
     def _forget_offloaded(self) -> None:
         """Remove all blocks of the tiers other than the engine's own cache."""
-        self.counts.clears += 1
         self.chunks = {}
         for name, block in list(self.blocks.items()):
             for place in [location for location in block.refs if tier_of(location) is not Tier.DEVICE]:

@@ -8,6 +8,7 @@ AllBlocksCleared only with the next step that has a request, which can be placed
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from pointsman_agent.core.engine_metrics import Sample, Scrape
 
@@ -36,6 +37,13 @@ def suspension(sample: Sample, scrape: Scrape, *, paused: bool) -> str:
     return "paused" if paused else ""
 
 
+class Reset(NamedTuple):
+    """A reset of a prefix cache. `over`: requests may have been computed since then, and events may have told of it."""
+
+    reason: str
+    over: bool
+
+
 class CacheResets:
     """Finds resets of one process's prefix cache in consecutive scrapes."""
 
@@ -44,29 +52,39 @@ class CacheResets:
         # Whether the last scrape showed no sleep, and GET /is_paused answered that the engine is paused.
         self._seemed_paused = False
 
-    def observe(self, scrape: Scrape, *, paused: bool) -> str:
-        """Return why the keys that were known before the scrape may be wrong; "" if no reset is seen. Mutates.
+    def sleeps(self, scrape: Scrape) -> bool:
+        """Return whether the engine sleeps or wakes up in this scrape, or has done so since the last one observed."""
+        awake = all(sample.awake for sample in scrape.ranks.values())
+        return not awake or bool((self._done(scrape) | scrape.in_progress) & _SLEEP_OPERATIONS)
+
+    def observe(self, scrape: Scrape, *, paused: bool) -> Reset | None:
+        """Return why the keys that were known before the scrape may be wrong; None if no reset is seen. Mutates.
 
         A pause and a sleep without a known level count as resets: a missing key is better than a wrong one. While a reason holds,
         each scrape returns it, because events from before the reset may arrive late. Scrape and answer are of two moments, and a
         sleeping engine is paused, too. So a pause counts from the next scrape on, if that does not show a sleep. Until then
         nothing is placed on the instance.
         """
+        done, no_sleep = self._done(scrape), not self.sleeps(scrape)
         # A count that is no number in one scrape is not new in the next.
-        before, self._completed = self._completed, {**(self._completed or {}), **scrape.completed}
+        self._completed = {**(self._completed or {}), **scrape.completed}
         samples = scrape.ranks.values()
-        awake = all(sample.awake for sample in samples)
-        done = set()
-        if before is not None:
-            done = {name for name, count in scrape.completed.items() if count > before.get(name, 0)}
-        no_sleep = awake and not (done | scrape.in_progress) & _SLEEP_OPERATIONS
         seemed_paused, self._seemed_paused = self._seemed_paused, no_sleep and paused
         if any(sample.weights_offloaded or sample.discard_all for sample in samples):
-            return "the engine is asleep"
+            return Reset("the engine is asleep", over=False)
         if seemed_paused and no_sleep:
-            return "the engine is paused" if paused else "the engine was paused"
+            return Reset("the engine is paused", over=False) if paused else Reset("the engine was paused", over=True)
         if done & _CHANGING_WEIGHTS:
-            return "the engine's weights were changed"
-        if "release_kv_cache_memory" in done or (awake and "sleep" in done):
-            return "the engine was asleep"
-        return ""
+            return Reset("the engine's weights were changed", over=True)
+        if "release_kv_cache_memory" in done or ("sleep" in done and all(sample.awake for sample in samples)):
+            return Reset("the engine was asleep", over=True)
+        return None
+
+    def _done(self, scrape: Scrape) -> set[str]:
+        """Return the operations that have ended since the last scrape observed; none in the first."""
+        before = self._completed
+        return (
+            set()
+            if before is None
+            else {name for name, count in scrape.completed.items() if count > before.get(name, 0)}
+        )

@@ -315,7 +315,7 @@ class EngineMonitor:
         self._life.sign(taken_at)
         self._name_series(scrape)
         await self._update_instances(probe, scrape)
-        await self._read_pause(probe)
+        await self._read_pause(probe, sleeps=self._cache_resets.sleeps(scrape))
         self._unavailable = UNAVAILABLE if self._pause_refused else ""
         if self.ambiguous_address:
             return
@@ -327,7 +327,9 @@ class EngineMonitor:
         self._failures, self._scrape_problem = 0, ""
         for rank, instance in self.instances.items():
             if reset:
-                instance.drop_keys(reset)
+                instance.cache_was_reset(reset)
+            elif not paused and self._pause_query is None:
+                instance.cache_is_in_use()
             if (sample := scrape.ranks.get(rank)) is not None:
                 load = _load(sample, gpus, suspension(sample, scrape, paused=paused))
                 steps, stepped_at = self._newest_steps.get(rank, (None, -math.inf))
@@ -361,10 +363,14 @@ class EngineMonitor:
             return ""
         return "the engine's step loads have ended: its load is read from /metrics"
 
-    async def _read_pause(self, probe: EngineProbe) -> None:
-        """Update whether the engine is paused. An answer that is late counts at a later scrape, so that loads are not delayed."""
+    async def _read_pause(self, probe: EngineProbe, *, sleeps: bool) -> None:
+        """Update whether the engine is paused. An answer that is late counts at a later scrape, so that loads are not delayed.
+        But it does not count if the engine has slept meanwhile: a sleeping engine answers that it is paused."""
         if self._paused is None or not self.instances:
             return
+        if sleeps and self._pause_query is not None:
+            self._pause_query.cancel()
+            self._pause_query = None
         if self._pause_query is None:
             self._pause_query = asyncio.create_task(self._query_pause(probe))
         await asyncio.wait({self._pause_query}, timeout=PAUSE_ANSWER_S)

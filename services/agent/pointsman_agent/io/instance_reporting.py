@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman_agent.core.cached_blocks import CachedBlocks
+from pointsman_agent.core.suspension import Reset
 from pointsman_agent.io.kv_subscriber import KvEventSource, KvSubscriber
 from pointsman_agent.io.report_sender import Reporter
 from pointsman_agent.io.state_file import SavedState, StateFile, restore_cached_blocks, to_saved_state
@@ -78,6 +79,8 @@ class InstanceMonitor:
         self._tasks: list[asyncio.Task[None]] = []
         self._saving: asyncio.Future[bool] | None = None
         self._saved: tuple[int, int] | None = None
+        # How many resets events had told of when the engine was last known to compute.
+        self._resets_before = 0
         self._load: tuple[pb.Load, float] | None = None
         self._log = log.bind(instance=instance.instance_id)
 
@@ -179,6 +182,15 @@ class InstanceMonitor:
             self._log.info("the instance's keys are dropped", reason=reason, keys=self.cached_blocks.key_count)
             self.cached_blocks.clear()
             self._changed()
+
+    def cache_is_in_use(self) -> None:
+        """Note that the engine computes: events that tell of a later reset come after those applied so far."""
+        self._resets_before = self.cached_blocks.counts.resets
+
+    def cache_was_reset(self, reset: Reset) -> None:
+        """Remove all keys, unless an event has told of the reset since the engine last computed: then the keys are newer."""
+        if not reset.over or self.cached_blocks.counts.resets == self._resets_before:
+            self.drop_keys(reset.reason)
 
     def describe(self, instance: pb.Instance) -> None:
         """Send the instance's changed fixed properties to all routers."""
