@@ -15,7 +15,7 @@ import grpc.aio
 
 from bench import stack
 from bench.figures import Figure, percentile
-from bench.full_cache_fleet import KEYS_PER_INSTANCE, PROMPT_TOKENS, cached_keys, info, long_prompt
+from bench.full_cache_fleet import KEYS_PER_INSTANCE, OWN_KEYS, PROMPT_TOKENS, cached_keys, info, long_prompt
 from bench.stack import ServerProcess
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, placement_pb2, placement_pb2_grpc
@@ -46,7 +46,7 @@ async def place() -> list[Figure]:
         figures.append(
             Figure("resync_s", resync, "s", 5.0, "64 agents x 62,500 keys into an empty router; baseline is the goal")
         )
-        session = await _session(channel)
+        session = await _session(channel, agents, keys)
         await _report_again(agents)
         figures += await _latency(session, keys, "place_rpc", 0.5, 2.0)
         figures.append(await _sent_keys(session, served, array("Q", keys)))
@@ -56,7 +56,7 @@ async def place() -> list[Figure]:
             agent.call.cancel()
     async with stack.router() as (address, served), open_channel(address) as channel:
         agents = await _fill(channel, keys, MANY_INSTANCES, MANY_KEYS)
-        session = await _session(channel)
+        session = await _session(channel, agents, keys, MANY_KEYS)
         for tokens, goal, prompt in ((1_024, 500.0, None), (PROMPT_TOKENS, 1_000.0, keys)):
             await _report_again(agents)
             _, cpu_us = await _played(session, served, 600, tokens, prompt)
@@ -68,7 +68,7 @@ async def place() -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as (url, _):
         async with stack.router("--redis-url", url) as (address, _), open_channel(address) as channel:
             agents = await _fill(channel, keys)
-            session = await _session(channel)
+            session = await _session(channel, agents, keys)
             await _report_again(agents)
             figures += await _latency(session, keys, "place_rpc_redis", None, None)
     return figures
@@ -207,14 +207,29 @@ async def _played(
 Session: TypeAlias = Any
 
 
-async def _session(channel: grpc.aio.Channel) -> Session:
+async def _session(
+    channel: grpc.aio.Channel, agents: list[Report], keys: list[int], count: int = KEYS_PER_INSTANCE
+) -> Session:
+    """Open a gateway's stream, and confirm each instance's events by the answer to a prompt that only this instance has."""
     stub: Any = placement_pb2_grpc.PlacementServiceStub(channel)
     session = stub.Session()
-    await session.write(
-        placement_pb2.SessionRequest(
-            hello=placement_pb2.GatewayHello(gateway_id="bench", secret=secrets.token_bytes(16))
-        )
-    )
+    hello = placement_pb2.GatewayHello(gateway_id="bench", secret=secrets.token_bytes(16))
+    await session.write(placement_pb2.SessionRequest(hello=hello))
+    await _report_again(agents)
+    for name in (info(number).instance_id for number in range(len(agents))):
+        prompt = cached_keys(keys, int(name[1:]), count)[-OWN_KEYS:]
+        request = placement_pb2.PlacementRequest(request_id=name, model="m", input_tokens=16 * len(prompt), keys=prompt)
+        await session.write(placement_pb2.SessionRequest(place=request))
+        placement = await _placement(session)
+        assert placement.step.instance.instance_id == name
+        first_token = placement_pb2.FirstToken(request_id=name)
+        await session.write(placement_pb2.SessionRequest(first_token=first_token))
+        finished = placement_pb2.Finished(request_id=name, outcome=placement_pb2.OUTCOME_OK)
+        await session.write(placement_pb2.SessionRequest(finished=finished))
+    client, events = Client(channel), fleet_pb2.PREFIX_SOURCE_EVENTS
+    while any(status.prefix_source != events for status in (await client.instances()).values()):
+        await _report_again(agents)
+        await asyncio.sleep(0.05)
     return session
 
 

@@ -108,7 +108,7 @@ def join(
     if proven and (record := state_.instances.get(name)) is not None and record.trust.losses == 0:
         record.trust = EventTrust(proven=True, reason="")
         record.forget_snapshot()
-        state_.prefix_knowledge.approximate_index.drop(name)
+        state_.prefix_knowledge.computed_prompts.drop(name)
 
 
 def place(

@@ -10,7 +10,6 @@ from pointsman_common.core.block_keys import prompt_keys
 from pointsman_common.core.key_report_messages import Delta
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.placement_types import InstanceState, Load, PrefixSource
-from pointsman_router.core.prefix.recent_placements import PROMPT_KEYS, RecentPlacements
 from pointsman_router.core.router_state import RouterState
 from tests.support.router_values import join, place, request, state
 from tests.unit.router.test_prefix_knowledge import answer, record_of, report, seen, speaks
@@ -223,20 +222,3 @@ def test_a_placement_that_is_open_when_trust_ends_is_judged_without_error() -> N
     world.router.handle(ev.FirstToken("open"), world.now)
     world.router.handle(ev.Finished("open", "OK", cached_tokens=0), world.now)
     world.router.check_invariants()
-
-
-def test_recent_placements_are_bounded_and_keep_the_last_turn_of_a_session() -> None:
-    recent = RecentPlacements(max_keys=100 + PROMPT_KEYS)
-    for turns in range(1, 6):
-        recent.add("a", list(range(4 * turns)), capacity=1_000)
-    assert [list(kept) for kept in recent.of("a")] == [list(range(20))]
-    recent.add("b", list(range(500, 590)), capacity=1_000)
-    assert list(recent.of("a")) == []
-    recent.add("b", list(range(600, 650)), capacity=20)
-    assert [len(kept) for kept in recent.of("b")] == [50]
-    for number in range(1_000):
-        recent.add("c", [10_000 + number], capacity=2)
-        recent.check_invariants()
-    recent.drop("b")
-    recent.check_invariants()
-    assert list(recent.of("b")) == []

@@ -40,7 +40,7 @@ def test_a_request_that_is_answered_takes_a_few_kilobytes(keys: int, instances: 
         # Recent placements, which are bounded, and provisional keys, which count as cached for PROVISIONAL_S after a prefill,
         # must not be measured.
         for number in range(instances):
-            router.prefix_knowledge.recent_placements.drop(f"i{number:03}")
+            router.prefix_knowledge.computed_prompts.drop(f"i{number:03}")
         router.handle(ev.Tick(), 1.0 + 2 * PROVISIONAL_S)
         gc.collect()
         grown = tracemalloc.get_traced_memory()[0] - before

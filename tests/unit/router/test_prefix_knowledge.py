@@ -11,7 +11,7 @@ from pointsman_common.core.key_report_messages import Delta, KeyMessage, Snapsho
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_registry import InstanceRecord
 from pointsman_router.core.placement_types import Candidate, Decision, InstanceState, Load, Phase, PrefixSource
-from pointsman_router.core.prefix.approximate_index import ApproximateIndex
+from pointsman_router.core.prefix.computed_prompts import ComputedPrompts
 from pointsman_router.core.prefix.exact_index import IndexFull, PrefixIndex
 from pointsman_router.core.prefix.provisional_blocks import ProvisionalBlocks
 from pointsman_router.core.router_state import RouterState
@@ -330,7 +330,7 @@ def test_without_events_a_placement_is_remembered_and_a_lower_report_forgets_it(
     assert seen(router).cached_tokens == 192
     answer(router, "r2", cached=64)
     assert seen(router).cached_tokens == 64
-    assert router.prefix_knowledge.approximate_index.count("a") == 4
+    assert router.prefix_knowledge.computed_prompts.count("a") == 4
     hello(router, "a", 2, exact_prefix=False, incarnation="2")
     assert seen(router).cached_tokens == 0
 
@@ -340,20 +340,20 @@ def test_approximate_keys_keep_to_the_capacity_and_lose_tails_first() -> None:
     hello(router, "a", 1, exact_prefix=False, kv_capacity_tokens=20 * 16)
     answer(router, "r")
     answer(router, "s", prompt=OTHER)
-    assert router.prefix_knowledge.approximate_index.count("a") == 20
+    assert router.prefix_knowledge.computed_prompts.count("a") == 20
     assert seen(router).cached_tokens == 8 * 16
     assert seen(router, OTHER).cached_tokens == 192
 
 
 def test_use_renews_an_approximate_belief() -> None:
-    known = ApproximateIndex()
-    known.learn("a", [1, 2, 3], 6)
-    known.learn("a", [11, 12, 13], 6)
-    known.learn("a", [1, 2, 3], 6)
-    known.learn("a", [21, 22], 6)
+    known = ComputedPrompts()
+    known.learn("a", [1, 2, 3], 6, counts=True)
+    known.learn("a", [11, 12, 13], 6, counts=True)
+    known.learn("a", [1, 2, 3], 6, counts=True)
+    known.learn("a", [21, 22], 6, counts=True)
     assert known.leading_blocks([1, 2, 3], ["a"]) == {"a": 3}
     assert known.leading_blocks([11, 12, 13], ["a"]) == {"a": 1}
-    known.learn("a", list(range(100, 110)), 6)
+    known.learn("a", list(range(100, 110)), 6, counts=True)
     assert known.leading_blocks(list(range(100, 110)), ["a"]) == {"a": 6}
     known.check_invariants()
 

@@ -50,6 +50,14 @@ from tests.support.router_values import info, request, set_policy, state
 
 OWNERS = st.sampled_from([f"i{n}" for n in range(12)])
 KEYS = st.lists(st.integers(0, 30), max_size=8, unique=True)
+
+
+def _chained(last: int) -> list[int]:
+    """Return the keys of a prompt that ends with `last`: each has one predecessor."""
+    return [*_chained((last - 1) // 2), last] if last >= 0 else []
+
+
+PROMPTS = st.integers(-1, 30).map(_chained)
 MACHINE = settings(max_examples=60, stateful_step_count=40)
 
 
@@ -456,7 +464,7 @@ class StateMachine(RuleBasedStateMachine):
         request_id=REQUESTS,
         gateway=st.one_of(GATEWAYS, st.just("")),
         tokens=st.integers(0, 50_000),
-        keys=KEYS,
+        keys=PROMPTS,
         tenant=st.sampled_from("tu"),
         deadline=st.sampled_from([None, 0.5, 5.0]),
         age=st.sampled_from([0.0, 3.0]),
@@ -590,7 +598,7 @@ class StateMachine(RuleBasedStateMachine):
         self.handle(ev.Finished(request_id, outcome, cached_tokens=cached))
         assert self.router.reservations.get(request_id) is None
 
-    @rule(keys=KEYS, count=st.integers(1, 6))
+    @rule(keys=PROMPTS, count=st.integers(1, 6))
     def disappoint(self, keys: list[int], count: int) -> None:
         """Run requests whose answers report no cached tokens. Five of these fail the audit of an instance that was predicted to
         have three blocks."""

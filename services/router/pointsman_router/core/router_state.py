@@ -372,13 +372,13 @@ class RouterState:
     @property
     def sweeping(self) -> bool:
         """Whether a sweep of an index is in progress; sweep() must then be called again soon."""
-        assumed = self.prefix_knowledge.approximate_index.index
+        assumed = self.prefix_knowledge.computed_prompts.index
         return self.index.sweeping or assumed.sweeping or self.lower_tiers.sweeping
 
     def sweep(self) -> None:
         """Run one turn of the sweep of each index, as PrefixIndex.sweep. Mutates."""
         self.index.sweep()
-        self.prefix_knowledge.approximate_index.index.sweep()
+        self.prefix_knowledge.computed_prompts.index.sweep()
         self.lower_tiers.sweep()
 
     def explain(self, request: PlacementRequest, now: float, policy: Policy | None = None) -> Decision | ev.Refused:

@@ -21,11 +21,10 @@ from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefill_progress import NO_KEYS, OpenPrompt, PrefillProgress
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.placement_types import Candidate, Decision, Load, PrefixSource, StepKind
-from pointsman_router.core.prefix.approximate_index import ApproximateIndex
+from pointsman_router.core.prefix.computed_prompts import ComputedPrompts
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.prefix.lower_tiers import LowerBlocks, LowerTiers
 from pointsman_router.core.prefix.provisional_blocks import ProvisionalBlocks
-from pointsman_router.core.prefix.recent_placements import RecentPlacements
 from pointsman_router.core.turn import Turn
 
 
@@ -56,9 +55,8 @@ class PrefixKnowledge:
     turn: Turn
     prefill_progress: PrefillProgress = field(default_factory=PrefillProgress)
     provisional: ProvisionalBlocks = field(default_factory=ProvisionalBlocks)
-    approximate_index: ApproximateIndex = field(default_factory=ApproximateIndex)
-    # Of instances whose KV events are followed.
-    recent_placements: RecentPlacements = field(default_factory=RecentPlacements)
+    # They count for instances without trusted KV events.
+    computed_prompts: ComputedPrompts = field(default_factory=ComputedPrompts)
     lower_tiers: LowerTiers = field(default_factory=LowerTiers)
     # Instance -> when its lower tiers count again, s: its answers had fewer tokens cached than its GPU and these should have.
     _unloaded: dict[str, float] = field(default_factory=dict)
@@ -83,7 +81,7 @@ class PrefixKnowledge:
 
     def indexes(self) -> tuple[PrefixIndex, ...]:
         """Return the indexes in which instances' keys are looked up."""
-        assumed = self.approximate_index.index
+        assumed = self.computed_prompts.index
         lower = self.lower_tiers.indexes() if self.lower_tiers else ()
         return (self.index, assumed, *lower) if len(assumed) else (self.index, *lower)
 
@@ -101,10 +99,10 @@ class PrefixKnowledge:
             assumed = [
                 candidate.instance_id for candidate in candidates if candidate.prefix_source is PrefixSource.APPROXIMATE
             ]
-            learned = self.approximate_index.leading_blocks(keys, assumed)
+            learned = self.computed_prompts.leading_blocks(keys, assumed)
             exact += [instance_id for instance_id in assumed if self._is_credible(instance_id)]
         if self._doubted:
-            learned |= self.approximate_index.leading_blocks(keys, self._doubted.intersection(exact))
+            learned |= self.computed_prompts.leading_blocks(keys, self._doubted.intersection(exact))
         blocks = self.index.leading_blocks(keys, exact)
         further = self.provisional.reach(keys, blocks)
         provisional = {instance_id: reach - blocks[instance_id] for instance_id, reach in further.items()}
@@ -182,8 +180,7 @@ class PrefixKnowledge:
         return [ev.EventsDistrusted(instance_id, record.prefix_reason)]
 
     def keep_placements(self, record: InstanceRecord, before: bool) -> None:
-        """Make or drop the approximate keys of an instance, from what was placed there lately, if they begin or cease to count.
-        `before`: whether they counted."""
+        """Let the approximate keys of an instance begin or cease to count. `before`: whether they counted."""
         instance_id = record.info.instance_id
         if record.exact and record.trust.doubted:
             self._doubted.add(instance_id)
@@ -191,11 +188,7 @@ class PrefixKnowledge:
             self._doubted.discard(instance_id)
         if record.needs_placements is before:
             return
-        self.approximate_index.drop(instance_id)
-        if record.needs_placements:
-            capacity = _capacity_keys(record)
-            for keys in self.recent_placements.of(instance_id):
-                self.approximate_index.learn(instance_id, keys, capacity)
+        self.computed_prompts.set_counts(instance_id, record.needs_placements)
 
     def silence_ends(self, record: InstanceRecord, now: float) -> None:
         """Exclude requests placed before `now` from the audit if the instance's agent was silent or lost. Evictions meanwhile
@@ -236,8 +229,7 @@ class PrefixKnowledge:
     def forget(self, instance_id: str) -> None:
         """Drop all knowledge of an instance that is gone, or has a new incarnation. Mutates."""
         self.provisional.drop(instance_id)
-        self.approximate_index.drop(instance_id)
-        self.recent_placements.drop(instance_id)
+        self.computed_prompts.drop(instance_id)
         self.prefill_observer.forget(instance_id)
         self.prefill_progress.unwatch_all(instance_id)
         self._unloaded.pop(instance_id, None)
@@ -274,7 +266,7 @@ class PrefixKnowledge:
             found = index.leading_blocks(keys, (prompt.instance_id,))[prompt.instance_id] * KEY_TOKENS
             return max(found - found % block - record.info.uncertain_blocks * block, 0)
 
-        prompt.by_events, prompt.by_placements = tokens(self.index), tokens(self.approximate_index.index)
+        prompt.by_events, prompt.by_placements = tokens(self.index), tokens(self.computed_prompts.index)
 
     def first_token(self, prompt: OpenPrompt, now: float) -> None:
         """Record that a prompt is computed in full, and its answer has begun. Mutates."""
@@ -315,10 +307,9 @@ class PrefixKnowledge:
         live = {record.info.instance_id for record in self.instances.records() if record.sync.live}
         self.prefill_progress.check_invariants(self.index, live, prompts)
         self.provisional.check_invariants()
-        self.approximate_index.check_invariants()
-        self.recent_placements.check_invariants()
+        self.computed_prompts.check_invariants()
         for record in self.instances.records():
-            assert record.needs_placements or not self.approximate_index.count(record.info.instance_id)
+            assert record.needs_placements or not self.computed_prompts.count(record.info.instance_id)
         doubted = {
             record.info.instance_id for record in self.instances.records() if record.exact and record.trust.doubted
         }
@@ -333,18 +324,17 @@ class PrefixKnowledge:
         per_block = record.info.block_size // KEY_TOKENS
         # An engine keeps only whole blocks of its own size.
         keys = prompt.keys[: min(prompt.target_tokens // KEY_TOKENS, len(prompt.keys)) // per_block * per_block]
-        capacity = _capacity_keys(record)
+        counts = record.needs_placements
         if record.follows_events:
             record.trust.computed(keys, record.info.block_size, now, sparse=record.info.sparse_prefixes)
-            self.recent_placements.add(prompt.instance_id, keys, capacity)
+        if record.follows_events or counts:
+            self.computed_prompts.learn(prompt.instance_id, keys, _capacity_keys(record), counts=counts)
         if self.source(record, now) is PrefixSource.EVENTS:
             if record.info.sparse_prefixes:
                 # Blocks at the front of the prompt may be evicted before its end is computed, so only events show the hits.
                 return
             held = self.index.leading_blocks(keys, (prompt.instance_id,))[prompt.instance_id]
             self.provisional.add(prompt.instance_id, keys[held:], now)
-        if record.needs_placements:
-            self.approximate_index.learn(prompt.instance_id, keys, capacity)
 
     def _judge(
         self, prompt: OpenPrompt, reported: int | None, decision: Decision | None, now: float
@@ -383,7 +373,7 @@ class PrefixKnowledge:
         if by_placements is None or not record.needs_placements or candidate.prefix_source is PrefixSource.NONE:
             return []
         if reported < by_placements:
-            self.approximate_index.correct(prompt.instance_id, prompt.keys[reported // KEY_TOKENS :])
+            self.computed_prompts.correct(prompt.instance_id, prompt.keys, reported // KEY_TOKENS)
         if record.follows_events:
             # What was placed while events misled decisions is soon evicted; each answer corrects its own part.
             return []
@@ -410,8 +400,7 @@ class PrefixKnowledge:
     def _reject_placements(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
         """Let the approximate keys count as empty for a while."""
         record.forget_snapshot()
-        self.approximate_index.drop(record.info.instance_id)
-        self.recent_placements.drop(record.info.instance_id)
+        self.computed_prompts.drop(record.info.instance_id)
         record.placement_audit.suspend(now)
         return [ev.PredictionAuditFailed(record.info.instance_id, record.placement_audit.reason)]
 

@@ -255,7 +255,7 @@ class StateCollector(Collector):
         yield family(
             "approximate_keys",
             "Block keys in the approximate index",
-            lambda _, instance: state.prefix_knowledge.approximate_index.count(instance),
+            lambda _, instance: state.prefix_knowledge.computed_prompts.count(instance),
         )
         yield family(
             "wrong_kv_senders",
