@@ -15,7 +15,7 @@ from pointsman_router.core.router_state import RouterState, StateSettings
 
 KEYS_PER_INSTANCE = 62_500
 PROMPT_TOKENS = 130_000
-# Number of keys at least that only one instance has.
+# Number of keys that an instance has at least and no other has.
 OWN_KEYS = 512
 
 
@@ -28,8 +28,8 @@ def long_prompt(seed: int = 0) -> list[int]:
 def cached_keys(keys: Sequence[int], number: int, count: int = KEYS_PER_INSTANCE) -> list[int]:
     """Return the keys that instance `number` has cached: a prefix of the prompt, of random length, and other prompts' blocks."""
     rng = random.Random(1_000 + number)
-    prefix = list(keys[: min(rng.randrange(len(keys)), count - OWN_KEYS)])
-    return prefix + [rng.getrandbits(64) for _ in range(count - len(prefix))]
+    prefix = list(keys[: rng.randrange(len(keys))])
+    return prefix + [rng.getrandbits(64) for _ in range(max(count - len(prefix), OWN_KEYS))]
 
 
 def info(number: int) -> InstanceInfo:
