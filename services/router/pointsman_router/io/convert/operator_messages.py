@@ -52,7 +52,7 @@ def policy_settings(wire: struct_pb2.Struct) -> dict[str, object]:
 
 
 def what_if_to_wire(comparison: PolicyComparison) -> fleet_pb2.WhatIfResponse:
-    """Convert what another policy would have changed: in total, by route class and reason, and for each decision."""
+    """Convert what another policy would have changed, in total and by route class and reason."""
     return fleet_pb2.WhatIfResponse(
         decided=comparison.decided,
         changed=comparison.changed,
@@ -72,20 +72,22 @@ def what_if_to_wire(comparison: PolicyComparison) -> fleet_pb2.WhatIfResponse:
             )
             for group in comparison.groups()
         ],
-        changes=[
-            fleet_pb2.WhatIfResponse.Change(
-                decision_id=was.decision_id,
-                from_instance_id=was.instance_id,
-                to_instance_id=would.instance_id,
-                cached_tokens_change=would.cached_tokens - was.cached_tokens,
-                reason=would.result.reason,
-                from_mode=_MODES[was.mode],
-                to_mode=_MODES[would.mode],
-                to_prefill_instance_id=_prefills_elsewhere(would),
-                ttft_change=None if (change_s := ttft_change_s(was, would)) is None else change(change_s),
-            )
-            for was, would in comparison.changes
-        ],
+    )
+
+
+def changed_to_wire(was: Decision, would: Decision) -> fleet_pb2.WhatIfResponse.Change:
+    """Convert a decision that another policy would have made otherwise."""
+    change_s = ttft_change_s(was, would)
+    return fleet_pb2.WhatIfResponse.Change(
+        decision_id=was.decision_id,
+        from_instance_id=was.instance_id,
+        to_instance_id=would.instance_id,
+        cached_tokens_change=would.cached_tokens - was.cached_tokens,
+        reason=would.result.reason,
+        from_mode=_MODES[was.mode],
+        to_mode=_MODES[would.mode],
+        to_prefill_instance_id=_prefills_elsewhere(would),
+        ttft_change=None if change_s is None else change(change_s),
     )
 
 

@@ -224,7 +224,10 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
         async with self._deciding_again:
             async for logged in in_turns(recorded):
                 comparison.add(logged.decision, self._router.state.what_if(logged.decision, policy))
-        return operator_messages.what_if_to_wire(comparison)
+        answer = operator_messages.what_if_to_wire(comparison)
+        async for was, would in in_turns(comparison.changes):
+            answer.changes.append(operator_messages.changed_to_wire(was, would))
+        return answer
 
     async def SummarizeDecisions(  # noqa: N802
         self, request: fleet_pb2.SummarizeDecisionsRequest, context: Any
