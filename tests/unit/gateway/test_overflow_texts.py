@@ -20,6 +20,7 @@ LOOKED_FOR = {
         r"maximum context length is \d+ tokens",
         r"context[_ ]length[_ ]exceeded",
     ),
+    "langchain-openai with openai 2, chat_models/base.py": (r"context_length_exceeded|prompt is too long",),
     "litellm 1.110.2, exception_mapping_utils.py": (
         r"exceed context limit",
         r"this model's maximum context length is",
@@ -78,7 +79,8 @@ def test_a_full_context_that_the_engine_finds_is_told_in_anthropics_words(said: 
         {"error": {"message": said, "type": "BadRequestError", "param": "input_tokens", "code": 400}}
     ).encode()
     for format_ in (ErrorFormat.OPENAI, ErrorFormat.RESPONSES):
-        assert json.loads(redact_error(format_, 400, body))["error"]["message"] == said
+        error = json.loads(redact_error(format_, 400, body))["error"]
+        assert (error["message"], error["code"]) == (said, "context_length_exceeded")
     told = json.loads(redact_error(ErrorFormat.ANTHROPIC, 400, body))["error"]
     assert told == {"type": "invalid_request_error", "message": f"prompt is too long: {tokens} tokens > 99 maximum"}
 

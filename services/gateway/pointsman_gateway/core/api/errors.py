@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pointsman_gateway.core.api.overflow_texts import in_anthropics_words
+from pointsman_gateway.core.api.overflow_texts import CODE, in_anthropics_words, says_too_long
 
 
 class ErrorFormat(enum.Enum):
@@ -204,6 +204,8 @@ def _safe(error: Any, otherwise: str, fields: tuple[str, ...] = ("type", "param"
     scalars = {name: value if isinstance(value, str | int) else None for name, value in texts.items()}
     message = found.get("message")
     text = message.partition(_TRACE)[0].strip() if isinstance(message, str) else ""
+    if "code" in scalars and says_too_long(text):
+        scalars["code"] = CODE
     return {"message": without_addresses(text) or otherwise, **scalars}
 
 

@@ -1,12 +1,15 @@
 """What an API says of a request that does not fit the model's context. Pure.
 
-Agents recognise these sentences, compact their conversation and go on, so in OpenAI's formats they are vLLM's, and in Anthropic's
-format they are Anthropic's. tests/unit/gateway/test_overflow_texts.py has what the agents look for.
+Agents recognise these sentences, compact their conversation and go on, so in OpenAI's formats they are vLLM's, with OpenAI's code
+CODE, which some look for, and in Anthropic's format they are Anthropic's. tests/unit/gateway/test_overflow_texts.py has what the
+agents look for.
 """
 
 from __future__ import annotations
 
 import re
+
+CODE = "context_length_exceeded"
 
 # vLLM's own sentences with the context and the prompt's tokens. If it counted characters, the tokens are unknown.
 _VLLM = (
@@ -20,10 +23,10 @@ _VLLM = (
 
 
 def prompt_too_long(tokens: int, context: int) -> str:
-    """Return what vLLM says of a prompt of at least so many tokens."""
+    """Return what vLLM says of a prompt of at least so many tokens, and CODE, as some clients look at the message only."""
     return (
         f"This model's maximum context length is {context} tokens. However, your prompt contains at least {tokens} input tokens, "
-        "which exceeds this limit even without any output tokens. Please reduce the length of the input prompt."
+        f"which exceeds this limit even without any output tokens. Please reduce the length of the input prompt. ({CODE})"
     )
 
 
@@ -43,6 +46,11 @@ def anthropic_output_too_long(tokens: int, max_output_tokens: int, context: int)
         f"input length and `max_tokens` exceed context limit: {tokens} + {max_output_tokens} > {context}, decrease input length "
         "or `max_tokens` and try again"
     )
+
+
+def says_too_long(message: str) -> bool:
+    """Return whether an engine's message says that the prompt is too long."""
+    return any(pattern.search(message) for pattern in _VLLM)
 
 
 def in_anthropics_words(message: str) -> str:

@@ -26,7 +26,7 @@ class ContextExceeded(ApiRequestError):
             400,
             anthropic_message if endpoint is Endpoint.MESSAGES else message,
             param=_FIELDS[endpoint],
-            code="context_length_exceeded",
+            code=overflow_texts.CODE,
         )
         self.tokens = tokens
 
