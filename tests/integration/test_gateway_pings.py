@@ -340,6 +340,8 @@ async def test_what_is_not_streamed_gets_no_ping(tmp_path: Path) -> None:
         for task in tasks:
             async with await task as answer:
                 assert answer.status == 400
+    # A ping would be due at once.
+    async with stack(tmp_path / "other", silence_s=1e-9) as up, aiohttp.ClientSession() as http:
         headers = {"X-Pointsman-Dry-Run": "1"}
         async with http.post(up.url + Endpoint.CHAT.value, json=CHAT, headers=headers) as explained:
             assert explained.status == 200

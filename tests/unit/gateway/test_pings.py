@@ -205,6 +205,15 @@ def test_a_client_that_leaves_gets_nothing_more() -> None:
         assert up.body == PING
 
 
+def test_an_opened_stream_that_is_cancelled_gets_no_second_head() -> None:
+    with exchange() as up:
+        up.wait(6)
+        up.connection.cancel()
+        up.wait(0)
+        assert up.wire.aborted
+        assert up.body == PING
+
+
 def test_without_an_interval_there_are_no_pings() -> None:
     with exchange(0.0) as up:
         up.wait(3_600)
