@@ -263,6 +263,14 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
         for session in self._sessions:
             await session.put(placement_pb2.SessionResponse(parked=parked))
 
+    async def refuse(self, request_id: str, code: int, message: str, *, wait_s: int = 0, place: int = 0) -> None:
+        """Refuse a request that `placer` has left without an answer. `place`: its place among parked ones."""
+        refused = placement_pb2.Refusal(request_id=request_id, code=code, message=message, place=place)
+        if wait_s:
+            refused.retry_after.FromSeconds(wait_s)
+        for session in self._sessions:
+            await session.put(placement_pb2.SessionResponse(refusal=refused))
+
     def first(self, request: placement_pb2.PlacementRequest) -> placement_pb2.Placement | placement_pb2.Refusal:
         pool = next(
             (pool for pool in self.pools if request.model in (pool.model, *pool.served_names, *pool.lora_names)), None

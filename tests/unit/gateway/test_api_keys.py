@@ -51,6 +51,17 @@ def test_a_key_has_limits_and_a_salt_of_its_own() -> None:
     assert b"k1" not in client.key
 
 
+def test_a_key_has_an_interval_of_pings() -> None:
+    lines = ["red:k1", "red:k2 silence_s=0", "red:k3 silence_s=12.5 in_flight=2", "red:k4 silence_s=3600"]
+    assert [client.silence_s for client in parse_keys(lines, "x").values()] == [None, 0, 12.5, 3_600]
+
+
+@pytest.mark.parametrize("value", ["-1", "3601", "nan", "inf", "soon"])
+def test_an_interval_of_pings_has_bounds(value: str) -> None:
+    with pytest.raises(ValueError, match="x:1: silence_s must be from 0 to 3,600"):
+        parse_keys([f"red:k1 silence_s={value}"], "x")
+
+
 def test_a_key_has_a_class_and_a_weight() -> None:
     lines = ["red:k1", "red:k2 priority=interactive weight=1000", "blue:k3 priority=standard", "blue:k4 priority=batch"]
     assert [(tenant.priority, tenant.weight) for tenant in parse_keys(lines, "x").values()] == [

@@ -776,6 +776,8 @@ class Conversation(RuleBasedStateMachine):
                     assert isinstance(self.upstream, ev.Serve)
                     assert self.upstream.step.degraded
                 case ev.FailRequest():
+                    # A client that has had only pings can still be told, as an event.
+                    assert not self.answers, "a begun answer ends as a stream"
                     self.answers.append("error")
                 case ev.EndStreamWithError():
                     assert self.answers == ["stream"]

@@ -63,8 +63,13 @@ class ResponseWriter(Protocol):
         """Whether the response may use chunked transfer coding."""
 
     @property
+    def opened(self) -> bool:
+        """Whether the client has the head of a stream (status 200), and nothing of a response: begin() may still follow, or an
+        error event."""
+
+    @property
     def begun(self) -> bool:
-        """Whether begin() has set the response head."""
+        """Whether begin() was called: there is a response."""
 
     @property
     def ended(self) -> bool:
@@ -82,8 +87,13 @@ class ResponseWriter(Protocol):
     def send(self) -> Callable[[bytes], None]:
         """A function that sends bytes of the response unchanged; they must already have their chunk framing."""
 
+    def ping_in_silence(self, interval_s: float, since: float, headers: dict[str, str], ping: bytes) -> None:
+        """Send `ping` between two events whenever the client has had no byte for `interval_s`, and before the first one a head
+        with status 200 and `headers`, unless it has one. `since`: begin of the silence, monotonic s. A writer that cannot send
+        a head of its own does nothing."""
+
     def begin(self, status: int, headers: dict[str, str], source: Source) -> None:
-        """Set the response head. It is sent with the first piece."""
+        """Set the response head. It is sent with the first piece; if the stream is opened, the client has another one."""
 
     def go_on(self, source: Source) -> None:
         """Replace the source of the body. Raises nothing."""

@@ -48,12 +48,14 @@ from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import RequestTimeouts
 from pointsman_gateway.core.request.sessions import bounded_id
 from pointsman_gateway.core.request_usage import CLIENT_LEFT, RequestUsage, UsageLine, outcome_of
+from pointsman_gateway.core.streaming.pings import as_event, ping_in_silence
 from pointsman_gateway.core.tenant_pace import TenantPace
 from pointsman_gateway.core.tenants import DEFAULT_TENANT, Client
 from pointsman_gateway.core.tokens.token_cache import TokenCache
 from pointsman_gateway.io.api_keys import ApiKeys, KeysFromEnvironment
 from pointsman_gateway.io.engines.engine_client import Upstream
 from pointsman_gateway.io.engines.remote_prefill import EngineIdCache, KvReleases
+from pointsman_gateway.io.http.server_types import shutting_down
 from pointsman_gateway.io.processes.shared_key_limits import SharedKeyLimitsFile
 from pointsman_gateway.io.processes.sibling_processes import SiblingProcesses
 from pointsman_gateway.io.request.ext_proc_request import ExtProcRequest, Proxy
@@ -268,11 +270,18 @@ class Gateway:
             request.trace = self._traces.start(request.headers.get("traceparent"))
         try:
             answer = await route.handler(request)
+            if answer is not None and answer.status < 400 and request.writer.opened:
+                raise ApiRequestError(
+                    502, "The instance did not stream its answer.", type_="server_error", code="instance_failed"
+                )
             status = 200 if answer is None else answer.status
         except ApiRequestError as error:
             answer = _error(error, error_format)
             status = error.status
         except asyncio.CancelledError:
+            if request.writer.opened:
+                # The client has left, or the drain has ended.
+                _write_error(request, shutting_down(self, request.path))
             raise
         except Exception:
             status = 500
@@ -284,6 +293,9 @@ class Gateway:
             self._note_usage(request, status)
             if request.trace is not None:
                 answered(request.trace, route.name, request.model, status)
+        if answer is not None and request.writer.opened:
+            _write_error(request, answer)
+            return None
         return answer
 
     def error(self, status: int, message: str, code: str, path: str) -> Response:
@@ -441,7 +453,7 @@ class Gateway:
         client = self._client(request)
         key_charge = await self._charge(request, client)
         try:
-            return await self._unplaced_proxy.stored(request, client.tenant)
+            return await self._unplaced_proxy.stored(request, client.tenant, self._silence_s(client))
         finally:
             key_charge.close()
 
@@ -510,6 +522,8 @@ class Gateway:
             raise ApiRequestError(403, "Dry runs are disabled on this gateway.", code="dry_run_disabled")
         if dry:
             self._keep_pace(self._dry_run_pace, client, "dry runs")
+        if call.stream and not dry:
+            ping_in_silence(request, endpoint.error_format, self._silence_s(client), received_at)
         context = RequestContext(
             request.id,
             request.client_id,
@@ -569,6 +583,9 @@ class Gateway:
             return _json({"decision": MessageToDict(decision, preserving_proto_field_name=True)})
         raise ApiRequestError(503, message, type_="server_error", code="unavailable", retry_after_s=1.0)
 
+    def _silence_s(self, client: Client) -> float:
+        return self._settings.silence_s if client.silence_s is None else client.silence_s
+
     def _client(self, request: Request) -> Client:
         if self._keys.refresh(time.monotonic()):
             self._rate_limiter.keep(self._keys.digests)
@@ -602,6 +619,12 @@ def _tell_limits(request: Request, error_format: ErrorFormat, status: LimitStatu
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:
     return Response(status, msgspec.json.encode(body), {"Content-Type": "application/json"})
+
+
+def _write_error(request: Request, answer: Response) -> None:
+    """End an opened stream with the event that tells the client of `answer`, which is an error."""
+    request.writer.write(as_event(answer, error_format_of(request.path)))
+    request.writer.end()
 
 
 def _error(error: ApiRequestError, error_format: ErrorFormat) -> Response:

@@ -12,6 +12,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from pointsman_common.io.settings import Entries, HostPort, OptionalHostPort, OtlpEndpoint, Pairs, Targets, by_name
 from pointsman_gateway.core.cors import ORIGIN
 from pointsman_gateway.core.request.request_events import RequestTimeouts
+from pointsman_gateway.core.tenants import MAX_SILENCE_S
 from pointsman_gateway.io.http.server_types import ServerLimits
 
 
@@ -84,8 +85,8 @@ class GatewaySettings(BaseSettings):
     api_keys_file: Path | None = Field(
         None,
         description="file with lines TENANT:KEY [requests_per_minute=N] [tokens_per_minute=N] [in_flight=N] "
-        "[cache_salt=TEXT] [priority=batch|standard|interactive] [weight=N], read again when it changes; without keys every "
-        "client may call",
+        "[cache_salt=TEXT] [priority=batch|standard|interactive] [weight=N] [silence_s=N], read again when it changes; without "
+        "keys every client may call",
     )
     engine_api_key: SecretStr = Field(SecretStr(""), description="API key of engines that are started with --api-key")
     engine_ca: Path | None = Field(
@@ -167,6 +168,13 @@ class GatewaySettings(BaseSettings):
         ge=0,
         description="minimum rate at which a client must read a waiting answer, in bytes per second; slower "
         "clients are disconnected",
+    )
+    silence_s: float = Field(
+        0.0,
+        ge=0,
+        le=MAX_SILENCE_S,
+        description="time without a byte after which the client of a stream gets a head, with status 200, and a ping, and "
+        "then interval of pings, in seconds; what fails after that is an error event; a key may have its own; 0: no pings",
     )
     router_grace_s: float = Field(
         0.5, ge=0, description="maximum wait for a lost router before placing without it, in seconds"

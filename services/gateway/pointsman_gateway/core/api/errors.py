@@ -99,8 +99,10 @@ def error_event(
     error_format: ErrorFormat = ErrorFormat.OPENAI,
     code: str | None = None,
     sequence_number: int | None = None,
+    param: str | None = None,
 ) -> bytes:
-    """Return the SSE event that ends a failed stream. `sequence_number`: the event's number in a Responses stream."""
+    """Return the SSE event that ends a failed stream. `sequence_number`: the event's number in a Responses stream.
+    `param`: as `code`, of these."""
     if error_format is ErrorFormat.ANTHROPIC:
         return b"event: error\ndata: " + _anthropic(500, message) + b"\n\n"
     if error_format is ErrorFormat.RESPONSES:
@@ -108,7 +110,7 @@ def error_event(
             "type": "error",
             "code": code or "server_error",
             "message": message,
-            "param": None,
+            "param": param,
             "sequence_number": sequence_number or 0,
         }
         return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"

@@ -115,7 +115,9 @@ class RequestStateMachine:
         self._attempts = 0
         self._retries = 0  # attempts after a failure
         self._deadline = 0.0
-        self._begun = False  # the client has the beginning of an answer
+        # The client has the beginning of an answer. A head and pings (core/streaming/pings.py) are none: another instance may
+        # answer anew, and who carries out a FailRequest tells it in the form that the client can still get.
+        self._begun = False
         self._attempt_open = False  # the attempt may be placed at a router and is not finished
         self.attempt_id = request_id
         self.phase = Phase.PLACING

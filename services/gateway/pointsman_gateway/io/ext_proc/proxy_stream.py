@@ -75,6 +75,7 @@ class ProxyWriter:
     """Writes the client's answer to the proxy; implements pointsman_gateway.core.http_message.ResponseWriter."""
 
     chunked = False  # HTTP's framing is the proxy's
+    opened = False
 
     def __init__(self, stream: ProxyStream, outgoing: Outgoing) -> None:
         self._stream = stream
@@ -86,6 +87,9 @@ class ProxyWriter:
     def full(self) -> bool:
         """Whether so much is unsent that the source is paused."""
         return self._outgoing.full
+
+    def ping_in_silence(self, interval_s: float, since: float, headers: dict[str, str], ping: bytes) -> None:
+        """Do nothing: the head of a proxy's answer is the instance's."""
 
     def begin(self, status: int, headers: dict[str, str], source: Source) -> None:
         """Send the head, whose status is that of the instance's."""

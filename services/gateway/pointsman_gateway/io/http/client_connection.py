@@ -34,6 +34,7 @@ from pointsman_gateway.io.http.server_types import (
     too_slow,
     undecodable_body,
 )
+from pointsman_gateway.io.http.silence_timer import SilenceTimer
 
 log = structlog.get_logger()
 
@@ -44,6 +45,7 @@ SMALL_BODY = 64 << 10
 # Time for which data of a refused client is still read before the connection is closed, s. Closing at once would destroy the
 # answer on its way.
 LINGER_S = 2.0
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 
 
 class Listener(Protocol):
@@ -73,7 +75,19 @@ class _State(enum.Enum):
 class ResponseWriter:
     """Writes one streamed answer to its client; implements pointsman_gateway.core.http_message.ResponseWriter."""
 
-    __slots__ = ("_connection", "_head", "_write", "begun", "chunked", "ended", "lost", "send")
+    __slots__ = (
+        "_connection",
+        "_head",
+        "_mid_event",
+        "_silence",
+        "_write",
+        "begun",
+        "chunked",
+        "ended",
+        "lost",
+        "opened",
+        "send",
+    )
 
     def __init__(self, connection: ClientConnection, transport: asyncio.Transport, *, chunked: bool) -> None:
         self._connection = connection
@@ -81,6 +95,9 @@ class ResponseWriter:
         self.send: Callable[[bytes], None] = self._write
         self.chunked = chunked  # whether the client accepts chunked framing
         self._head = b""
+        self._silence: SilenceTimer | None = None  # set if the client gets pings
+        self._mid_event = False  # of a client that gets pings: part of an event has been sent, but not its end
+        self.opened = False
         self.begun = False
         self.ended = False
         self.lost = False
@@ -89,11 +106,35 @@ class ResponseWriter:
         """Set the head, which is sent with the first piece. `source` is paused while the client reads slowly."""
         self.begun = True
         self._connection.let_go()
+        self._connection.source = source
+        if not self.opened:
+            self._set_head(status, headers)
+        self.opened = False
+
+    def ping_in_silence(self, interval_s: float, since: float, headers: dict[str, str], ping: bytes) -> None:
+        """Send `ping` whenever the client has had no byte for `interval_s`; before the first one the head, if it has none."""
+        if not self.lost:
+            self._silence = SilenceTimer(interval_s, since, partial(self._ping, headers, ping))
+
+    def stop_pings(self) -> None:
+        """Send no further pings."""
+        if self._silence is not None:
+            self._silence.stop()
+
+    def _ping(self, headers: dict[str, str], ping: bytes) -> None:
+        # A client that does not read gets no ping: it has bytes that it has not read.
+        if self._mid_event or self._connection.full:
+            return
+        if not self.begun and not self.opened:
+            self.opened = True
+            self._set_head(200, headers)
+        self.write(ping)
+
+    def _set_head(self, status: int, headers: dict[str, str]) -> None:
         framing = ["Transfer-Encoding: chunked"] if self.chunked else []
         if not self._connection.keep_alive:
             framing.append("Connection: close")
         self._head = head_bytes(status, headers | self._connection.common_fields(), *framing)
-        self._connection.source = source
         if not self._connection.lost:
             self.send = self._send_first
 
@@ -108,22 +149,31 @@ class ResponseWriter:
 
     def write(self, piece: bytes) -> None:
         """Send one non-empty piece of the body."""
+        if self._silence is not None:
+            self._mid_event = not piece.endswith(_EVENT_ENDS)
         self.send(b"%x\r\n%b\r\n" % (len(piece), piece) if self.chunked else piece)
 
     def end(self) -> None:
         """Send the end of the body."""
         self.send(b"0\r\n\r\n" if self.chunked else b"")
         self.ended = True
+        self.stop_pings()
 
     def lose(self) -> None:
         """Discard all further writes: the client has disconnected."""
         self.lost = True
         self.send = _nowhere
+        self.stop_pings()
 
     def _send_first(self, piece: bytes) -> None:
         head, self._head = self._head, b""
-        self.send = self._write
-        self._write(head + piece)
+        self.send = self._write if self._silence is None else self._send_noted
+        self.send(head + piece)
+
+    def _send_noted(self, piece: bytes) -> None:
+        assert self._silence is not None
+        self._silence.sent()
+        self._write(piece)
 
     def abort(self) -> None:
         """Close the connection before the end of the body, so that the client sees an incomplete answer."""
@@ -410,6 +460,8 @@ class ClientConnection(asyncio.Protocol):
         """Clean up after an answer that has ended or was cancelled, and call `end`."""
         # Called by the task itself, because a done callback may run after the connection's next request has arrived.
         self._task, self.source = None, None
+        if self._writer is not None:
+            self._writer.stop_pings()
         self.let_go()
         end()
         if not self._rest:
@@ -419,9 +471,10 @@ class ClientConnection(asyncio.Protocol):
 
     def _cut_short(self, request: Request) -> None:
         """Handle a cancelled answer: the client has disconnected, or the drain has ended. A waiting client receives a 503."""
-        if self.lost or (request.writer.begun and not request.writer.ended):
+        out = request.writer
+        if self.lost or ((out.begun or out.opened) and not out.ended):
             self._transport.abort()
-        elif request.writer.ended:
+        elif out.ended:
             self._close()
         else:
             self._refuse_with(shutting_down)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from pointsman_gateway.core.memory_budget import Holding
 from pointsman_gateway.core.pool_state import instances_without
 from pointsman_gateway.core.request.local_placement import least_inflight
 from pointsman_gateway.core.request.placement_messages import target_of
+from pointsman_gateway.core.streaming.pings import ping_in_silence
 from pointsman_gateway.core.streaming.sse import SseFilter
 from pointsman_gateway.io.engines.engine_client import Upstream, UpstreamError, relay_stream
 from pointsman_gateway.io.engines.engine_connection import UpstreamResponse
@@ -74,9 +76,9 @@ class UnplacedProxy:
             raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed")
         raise ApiRequestError(503, "No instance is ready.", type_="server_error", code="no_instance", retry_after_s=1.0)
 
-    async def stored(self, request: Request, tenant: str) -> Response | None:
-        """Read or cancel a stored response on the instance that has it. Return None if the answer was streamed. Raises
-        ApiRequestError."""
+    async def stored(self, request: Request, tenant: str, silence_s: float) -> Response | None:
+        """Read or cancel a stored response on the instance that has it. Return None if the answer was streamed, with pings after
+        each `silence_s` (0: none). Raises ApiRequestError."""
         found = STORED_RESPONSE_PATH.fullmatch(request.path)
         assert found is not None, "the route matched"
         id_ = unquote(found[1])
@@ -95,10 +97,12 @@ class UnplacedProxy:
                 asyncio.timeout(self.timeout_s) as limit,
                 self._exchange(instances[here], "POST" if found[2] else "GET", path) as answer,
             ):
-                if answer.status < 400 and answer.media_type == "text/event-stream" and await answer.begun():
-                    limit.reschedule(None)  # the timeout does not apply to the length of a stream
-                    await _relay(answer, request)
-                    return None
+                if answer.status < 400 and answer.media_type == "text/event-stream":
+                    ping_in_silence(request, ErrorFormat.RESPONSES, silence_s, time.monotonic())
+                    if await answer.begun():
+                        limit.reschedule(None)  # the timeout does not apply to the length of a stream
+                        await _relay(answer, request)
+                        return None
                 body = await self.upstream.read_all(answer, held=request.held_answer)
                 return _whole(answer, body, ErrorFormat.RESPONSES)
         except (UpstreamError, TimeoutError):
