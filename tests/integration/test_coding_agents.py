@@ -159,18 +159,17 @@ def test_codex_does_its_task(fleet: EmulatedFleet, tmp_path: Path) -> None:
     work, home = tmp_path / "work", tmp_path / "home"
     work.mkdir()
     home.mkdir()
-    provider: dict[str, Any] = {
-        "name": "it",
-        "base_url": f"{fleet.gateway_url}/v1",
-        "env_key": "KEY",
-        "wire_api": "responses",
-    }
-    provider |= {"request_max_retries": 0, "stream_max_retries": 0}
-    settings = {f"model_providers.it.{name}": value for name, value in provider.items()} | {"model_provider": "it"}
-    flags = [word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}")]
-    flags += ["-m", MODEL, "-c", "analytics.enabled=false", "--json", "--skip-git-repo-check"]
+    settings = (REPOSITORY / "deploy/agents/codex.toml").read_text()
+    for ours, theirs in (("http://127.0.0.1:8080", fleet.gateway_url), ('"qwen3-coder"', f'"{MODEL}"')):
+        assert ours in settings
+        settings = settings.replace(ours, theirs)
+    (home / "config.toml").write_text(settings)
+    flags = [
+        word for name in ("request", "stream") for word in ("-c", f"model_providers.pointsman.{name}_max_retries=0")
+    ]
+    flags += ["--json", "--skip-git-repo-check"]
     # Of this machine's environment only its programs. The commands that Codex runs are those of SCRIPT.
-    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "CODEX_HOME": str(home), "KEY": "none"}
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "CODEX_HOME": str(home), "POINTSMAN_API_KEY": "none"}
     ended = subprocess.run(
         [codex, "exec", *flags, "--dangerously-bypass-approvals-and-sandbox", TASK],
         cwd=work,

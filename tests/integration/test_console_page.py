@@ -162,6 +162,7 @@ async def test_by_keyboard_alone_to_the_why_of_a_decision_and_back() -> None:
         await expect(candidates.locator("tbody tr")).to_have_count(3)
         await expect(candidates.locator("tbody tr").first).to_contain_text("chosen")
         await expect(shown.page.get_by_text("32 tok (0 compared with the prediction)")).to_be_visible()
+        await expect(shown.page.get_by_role("link", name="parent of s1")).to_be_visible()
         policies = shown.page.get_by_role("table", name="Other policies")
         await expect(policies.get_by_role("row").filter(has_text="round_robin")).to_contain_text(
             "Each instance in turn."

@@ -434,6 +434,36 @@ async def test_every_decision_is_written_to_the_file_and_can_be_made_again_from_
     assert closed["finished"]["outcome"] == "OK"
 
 
+async def test_a_decision_shows_the_agent_and_who_started_it(tmp_path: Path) -> None:
+    file = tmp_path / "decisions.jsonl"
+    async with running(decision_log_file=file) as (server, client):
+        await Report(client).join("a")
+        session = Session(client)
+        await session.hello()
+        await session.place("r", 40, session_id="run:a2", agent_id="a2", agent_parent_session_id="run:a1")
+        await session.place("long", 40, agent_id="x" * 500, agent_parent_session_id="y" * 500)
+        await session.place("plain", 40)
+        decisions = [
+            (await client.fleet.GetDecision(fleet_pb2.GetDecisionRequest(decision_id=name))).decision
+            for name in ("r", "long", "plain")
+        ]
+        assert [(decision.agent_id, decision.agent_parent_session_id) for decision in decisions] == [
+            ("a2", "run:a1"),
+            ("x" * 128, "y" * 128),
+            ("", ""),
+        ]
+        router = ("--router", f"127.0.0.1:{server.port}")
+        assert "agent a2  started by session run:a1\n" in await _pointsman("explain", "r", *router)
+        assert "started by" not in await _pointsman("explain", "plain", *router)
+
+        async def written() -> bool:
+            return len(file.read_text().splitlines()) == 3
+
+        await eventually(written, "three lines")
+    request = json.loads(file.read_text().splitlines()[0])["decision"]["request"]
+    assert (request["agent_id"], request["agent_parent"]) == ("a2", "run:a1")
+
+
 async def test_a_shell_can_ask_through_reflection() -> None:
     async with running() as (server, client):
         await Report(client).join("a")

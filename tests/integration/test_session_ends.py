@@ -144,6 +144,19 @@ async def test_a_last_request_ends_its_session_when_it_is_answered(tmp_path: Pat
         assert "x-pointsman-session-end" not in sent
 
 
+async def test_dynamos_final_mark_ends_a_session_unless_pointsmans_header_says_otherwise(tmp_path: Path) -> None:
+    final = {"X-Dynamo-Session-ID": "d", "X-Dynamo-Session-Final": "true"}
+    async with owned(tmp_path) as up:
+        for headers in (final | {"X-Dynamo-Session-Final": "perhaps"}, final | {"X-Pointsman-Session-End": "0"}, final):
+            assert (await post(up, Endpoint.CHAT.value, json=CHAT, headers=headers))[0] == 200
+        assert await ended_sessions(up) == [("default", "d")]
+        assert up.router.order[-2:] == ["finished", "end_session"]
+    async with owned(tmp_path, agent_headers=False) as up:
+        assert (await post(up, Endpoint.CHAT.value, json=CHAT, headers=final))[0] == 200
+        await delete(up, "/v1/sessions/after")
+        assert await ended_sessions(up) == [("default", "after")]
+
+
 async def test_a_last_request_without_a_session_id_ends_the_session_that_its_prompt_continues(tmp_path: Path) -> None:
     async with owned(tmp_path) as up:
         for headers in ({}, {"X-Pointsman-Session-End": "1"}):

@@ -336,6 +336,11 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
         f"(owner then: {owner})  {word(fleet_pb2.DecisionOutcome, decision.outcome)}",
         markup=False,
     )
+    if decision.agent_id or decision.agent_parent_session_id:
+        console.print(
+            f"agent {decision.agent_id or '-'}  started by session {decision.agent_parent_session_id or '-'}",
+            markup=False,
+        )
     console.print(
         f"{decision.input_tokens:,} input tokens ({decision.key_count:,} keys), {decision.cached_tokens:,} cached -> "
         f"{route_class}{bounds_of_class}, {word(fleet_pb2.PlacementMode, decision.mode)}"

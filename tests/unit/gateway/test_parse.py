@@ -217,11 +217,8 @@ def test_hints_and_limits_are_read() -> None:
         Endpoint.CHAT,
         json.dumps(CHAT | {"prompt_cache_key": "k", "max_tokens": 5, "max_completion_tokens": 9}).encode(),
     )
-    assert (call.session_hint, call.max_output_tokens, call.untokenizable) == ("k", 9, "")
-    assert (
-        parse(Endpoint.CHAT, json.dumps(CHAT | {"session_id": "s", "prompt_cache_key": "k"}).encode()).session_hint
-        == "s"
-    )
+    assert (call.prompt_cache_key, call.max_output_tokens, call.untokenizable) == ("k", 9, "")
+    assert parse(Endpoint.CHAT, json.dumps(CHAT | {"session_id": "s"}).encode()).session_id == "s"
     assert parse(Endpoint.CHAT, json.dumps(CHAT | {"chat_template": "x"}).encode()).untokenizable
 
 
@@ -268,7 +265,7 @@ def test_a_session_id_passes_only_where_it_is_the_clients_own() -> None:
     raw = json.dumps(CHAT | {"session_id": "s", "vllm_xargs": {"session_id": "s", "a": 1}}).encode()
     assert json.loads(parse(Endpoint.CHAT, raw).payload)["session_id"] == "s"
     call = parse(Endpoint.CHAT, raw, ClientRules(own_session=False))
-    assert call.session_hint == "s"
+    assert call.session_id == "s"
     assert json.loads(call.payload) == CHAT | {"vllm_xargs": {"a": 1}}
 
 

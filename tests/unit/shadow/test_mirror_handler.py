@@ -41,6 +41,17 @@ async def test_every_request_is_answered_before_it_is_understood() -> None:
     assert b"pointsman_shadow_excluded_total" in metrics.body
 
 
+async def test_a_mirrored_request_keeps_what_names_its_session() -> None:
+    backlog = Backlog(1_000, ShadowMetrics())
+    handler = MirrorHandler(backlog, ShadowMetrics(), lambda: {"models": {}})
+    named = {"X_Claude_Code_Session_Id": "run", "X_Claude_Code_Agent_Id": "a"}
+    await handler.answer(request("POST", "/v1/chat/completions", json.dumps(CHAT).encode(), **named))
+    mirrored = await backlog.get()
+    reader = RequestReader({"m": str(TOKENIZER_DIR)}, {})
+    asked, _ = await reader.read(mirrored.path, mirrored.headers, mirrored.body, mirrored.at)
+    assert asked.session == "run:a"
+
+
 async def test_what_comes_faster_than_it_is_understood_is_dropped_and_counted() -> None:
     telemetry = ShadowMetrics()
     backlog = Backlog(10, telemetry)

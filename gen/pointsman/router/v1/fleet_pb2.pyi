@@ -1237,6 +1237,8 @@ class Decision(_message.Message):
     TAKEN_POLICY_REASON_FIELD_NUMBER: _builtins.int
     ADMISSION_FIELD_NUMBER: _builtins.int
     KV_LOAD_FIELD_NUMBER: _builtins.int
+    AGENT_ID_FIELD_NUMBER: _builtins.int
+    AGENT_PARENT_SESSION_ID_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.str
     """Id of the decision."""
     request_id: _builtins.str
@@ -1285,6 +1287,10 @@ class Decision(_message.Message):
     """Name of the policy that the policy took for this decision: auto takes others. Empty if the policy decided itself."""
     taken_policy_reason: _builtins.str
     """Why the policy took it, as one word: times_predictable, few_exact_prefixes, ... ListPolicies returns their meanings."""
+    agent_id: _builtins.str
+    """The request's agent_id. Empty if it is unknown, or the first agent of its program's run."""
+    agent_parent_session_id: _builtins.str
+    """The request's agent_parent_session_id. Empty if it is unknown."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """Time of the decision."""
@@ -1372,10 +1378,12 @@ class Decision(_message.Message):
         taken_policy_reason: _builtins.str = ...,
         admission: Global___Admission | None = ...,
         kv_load: Global___KvLoad | None = ...,
+        agent_id: _builtins.str = ...,
+        agent_parent_session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "admission", b"admission", "decide_time", b"decide_time", "finished", b"finished", "held", b"held", "kv_load", b"kv_load", "margin", b"margin", "policy", b"policy", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "admission", b"admission", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "decide_time", b"decide_time", "decision_id", b"decision_id", "degraded", b"degraded", "figures", b"figures", "finished", b"finished", "held", b"held", "input_tokens", b"input_tokens", "inputs_digest", b"inputs_digest", "key_count", b"key_count", "kv_load", b"kv_load", "margin", b"margin", "mode", b"mode", "model", b"model", "next_owner", b"next_owner", "notes", b"notes", "other_instances", b"other_instances", "outcome", b"outcome", "policy", b"policy", "priority", b"priority", "reason", b"reason", "request_id", b"request_id", "route_class", b"route_class", "runner_up", b"runner_up", "session_id", b"session_id", "session_owner", b"session_owner", "steps", b"steps", "taken_policy", b"taken_policy", "taken_policy_reason", b"taken_policy_reason", "tenant", b"tenant", "time", b"time", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "admission", b"admission", "agent_id", b"agent_id", "agent_parent_session_id", b"agent_parent_session_id", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "decide_time", b"decide_time", "decision_id", b"decision_id", "degraded", b"degraded", "figures", b"figures", "finished", b"finished", "held", b"held", "input_tokens", b"input_tokens", "inputs_digest", b"inputs_digest", "key_count", b"key_count", "kv_load", b"kv_load", "margin", b"margin", "mode", b"mode", "model", b"model", "next_owner", b"next_owner", "notes", b"notes", "other_instances", b"other_instances", "outcome", b"outcome", "policy", b"policy", "priority", b"priority", "reason", b"reason", "request_id", b"request_id", "route_class", b"route_class", "runner_up", b"runner_up", "session_id", b"session_id", "session_owner", b"session_owner", "steps", b"steps", "taken_policy", b"taken_policy", "taken_policy_reason", b"taken_policy_reason", "tenant", b"tenant", "time", b"time", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__margin: _TypeAlias = _typing.Literal["margin"]  # noqa: Y015
     _WhichOneofArgType__margin: _TypeAlias = _typing.Literal["_margin", b"_margin"]  # noqa: Y015

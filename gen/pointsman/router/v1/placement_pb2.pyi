@@ -595,6 +595,8 @@ class PlacementRequest(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     SEQUENCE_TOKENS_FIELD_NUMBER: _builtins.int
     STREAMED_FIELD_NUMBER: _builtins.int
+    AGENT_ID_FIELD_NUMBER: _builtins.int
+    AGENT_PARENT_SESSION_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request, unique. Required. While the request is open, a placement request with the same id and model is answered
     with the same placement; with another model it is refused with INVALID_ARGUMENT. After the request has ended, other than as
@@ -659,6 +661,14 @@ class PlacementRequest(_message.Message):
     streamed: _builtins.bool
     """Whether the gateway reports the first token of the response when it comes, since the response is streamed. Without it a request
     counts as unanswered only after the time that its whole response may take.
+    """
+    agent_id: _builtins.str
+    """Id of the agent of which the request is, within its session's program; bounded to 128 characters. Absent: unknown, or the
+    first agent of the program's run. Decides nothing.
+    """
+    agent_parent_session_id: _builtins.str
+    """Id of the session, of the same tenant, whose agent started this one, as the client's program tells it; bounded to 128
+    characters. Unlike parent_session_id it decides nothing. Absent: unknown.
     """
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -725,12 +735,21 @@ class PlacementRequest(_message.Message):
         sequences: _builtins.int = ...,
         sequence_tokens: _builtins.int = ...,
         streamed: _builtins.bool = ...,
+        agent_id: _builtins.str | None = ...,
+        agent_parent_session_id: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "begun_by", b"begun_by", "deadline", b"deadline", "parked", b"parked", "ttft_deadline", b"ttft_deadline"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_agent_id", b"_agent_id", "_agent_parent_session_id", b"_agent_parent_session_id", "age", b"age", "agent_id", b"agent_id", "agent_parent_session_id", b"agent_parent_session_id", "begun_by", b"begun_by", "deadline", b"deadline", "parked", b"parked", "ttft_deadline", b"ttft_deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "begun_by", b"begun_by", "continues_session", b"continues_session", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "longest_prompt_tokens", b"longest_prompt_tokens", "max_output_tokens", b"max_output_tokens", "model", b"model", "movable", b"movable", "parent_session_id", b"parent_session_id", "parkable", b"parkable", "parked", b"parked", "priority", b"priority", "request_id", b"request_id", "resumed", b"resumed", "sequence_tokens", b"sequence_tokens", "sequences", b"sequences", "session_id", b"session_id", "single_instance", b"single_instance", "sliceable_tokens", b"sliceable_tokens", "streamed", b"streamed", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_deadline", b"ttft_deadline", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_agent_id", b"_agent_id", "_agent_parent_session_id", b"_agent_parent_session_id", "age", b"age", "agent_id", b"agent_id", "agent_parent_session_id", b"agent_parent_session_id", "begun_by", b"begun_by", "continues_session", b"continues_session", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "longest_prompt_tokens", b"longest_prompt_tokens", "max_output_tokens", b"max_output_tokens", "model", b"model", "movable", b"movable", "parent_session_id", b"parent_session_id", "parkable", b"parkable", "parked", b"parked", "priority", b"priority", "request_id", b"request_id", "resumed", b"resumed", "sequence_tokens", b"sequence_tokens", "sequences", b"sequences", "session_id", b"session_id", "single_instance", b"single_instance", "sliceable_tokens", b"sliceable_tokens", "streamed", b"streamed", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_deadline", b"ttft_deadline", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__agent_id: _TypeAlias = _typing.Literal["agent_id"]  # noqa: Y015
+    _WhichOneofArgType__agent_id: _TypeAlias = _typing.Literal["_agent_id", b"_agent_id"]  # noqa: Y015
+    _WhichOneofReturnType__agent_parent_session_id: _TypeAlias = _typing.Literal["agent_parent_session_id"]  # noqa: Y015
+    _WhichOneofArgType__agent_parent_session_id: _TypeAlias = _typing.Literal["_agent_parent_session_id", b"_agent_parent_session_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__agent_id) -> _WhichOneofReturnType__agent_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__agent_parent_session_id) -> _WhichOneofReturnType__agent_parent_session_id | None: ...
 
 Global___PlacementRequest: _TypeAlias = PlacementRequest  # noqa: Y015
 

@@ -129,7 +129,7 @@ class Gateway:
         self._metrics_page = PacedPage(
             partial(metrics_page, self.telemetry.registry) if siblings is None else siblings.page
         )
-        self._preparer = ThreadedPreparer(self.telemetry, token_cache)
+        self._preparer = ThreadedPreparer(self.telemetry, token_cache, agent_headers=settings.agent_headers)
         self._upstream = Upstream(settings)
         self._breakdown = LineLog[AttemptBreakdown](settings.breakdown_file, settings.breakdown_max_mb << 20)
         self._usage_log = LineLog[UsageLine](settings.usage_file)

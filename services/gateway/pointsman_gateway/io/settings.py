@@ -102,6 +102,11 @@ class GatewaySettings(BaseSettings):
         description="tell engines which request is the last of its session, for the connector package's cache policy of vLLM's "
         "CPU offloading tier",
     )
+    agent_headers: bool = Field(
+        True,
+        description="know sessions, and who started them, also by the headers of agents' programs (Claude Code, Codex, OpenCode, "
+        "Dynamo's clients)",
+    )
     client_cache_salt: bool = Field(False, description="let clients set cache_salt")
     token_cache_mb: int = Field(
         128, ge=0, description="maximum size of the cache of texts' tokens and block keys, in MiB"

@@ -294,6 +294,10 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     sequence_tokens: int = 0  # prompt tokens of all sequences, those of each in full; 0: input_tokens
     admitted: AdmissionRecord | None = None  # its admission, if one was decided
     streamed: bool = False  # its gateway tells the first token of its answer
+    agent_id: str = ""  # of an agent that another one started; empty: unknown, or none
+    agent_parent: str = (
+        ""  # the session, of the same tenant, whose agent started this one; empty: unknown. Decides nothing
+    )
 
     @property
     def context_tokens(self) -> int:

@@ -14,10 +14,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from pointsman_common.io.metrics_page import metrics_page
 from pointsman_gateway.core.http_message import Headers, Request, Response
+from pointsman_gateway.core.request.agent_headers import HEADERS
 from pointsman_shadow.io.metrics import ShadowMetrics
 
 # Headers kept of a request. A client's API key is not kept.
-KEPT = ("X-Request-ID", "X-Session-ID")
+KEPT = ("X-Request-ID", *HEADERS)
 JSON = {"Content-Type": "application/json"}
 
 

@@ -96,7 +96,8 @@ class ApiCall:
     requested_model: str  # the name that the client sent
     stream: bool
     max_output_tokens: int  # 0 when open
-    session_hint: str  # session_id of the body, else prompt_cache_key, else empty
+    session_id: str  # of the body; empty without one
+    prompt_cache_key: str  # of the body; empty without one
     cache_salt: str
     untokenizable: str  # why the prompt's tokens cannot be computed from the body; empty if they can
     reads_prefix_cache: bool  # whether the engine looks up the prompt in its prefix cache

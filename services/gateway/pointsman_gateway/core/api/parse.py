@@ -119,7 +119,7 @@ def _parse(
     prompts = count_prompts(endpoint, body, rules.max_sequences)
     _CHECKS[endpoint](body)
     answers = count_answers(endpoint, body, prompts, rules.max_sequences)
-    hint = body.get("session_id") or body.get("prompt_cache_key") or ""
+    session_id, cache_key = body.get("session_id"), body.get("prompt_cache_key")
     stripped = _strip(endpoint, body, rules)
     if model != requested_model:
         body["model"] = model
@@ -140,7 +140,8 @@ def _parse(
         stream=endpoint.generates and body.get("stream") is True,
         # 0 requests only an echo, which costs a step too.
         max_output_tokens=0 if limit is None or not endpoint.generates else max(1, limit),
-        session_hint=hint if isinstance(hint, str) else "",
+        session_id=session_id if isinstance(session_id, str) else "",
+        prompt_cache_key=cache_key if isinstance(cache_key, str) else "",
         cache_salt=rules.cache_salt or body.get("cache_salt") or "",
         untokenizable=untokenizable,
         reads_prefix_cache=not _wants_prompt_logprobs(endpoint, body),

@@ -18,6 +18,7 @@ from pointsman_gateway.core.api.prompt_length import check_output, check_tokens
 from pointsman_gateway.core.forwarded_headers import upstream_headers
 from pointsman_gateway.core.http_message import Headers
 from pointsman_gateway.core.pool_state import PoolState
+from pointsman_gateway.core.request.agent_headers import SESSION_HEADER, AgentIdentity, agent_identity
 from pointsman_gateway.core.request.gen_ai_attributes import request_attributes
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.sessions import Sessions, bounded_id
@@ -53,10 +54,12 @@ class Tokens:
 
 class RequestPreparer:
     """Completes the contexts of requests; keeps sessions, and the block keys of token runs. The caller tokenises the prompt
-    before (ModelTokenizer.prepare), in a thread if that takes long."""
+    before (ModelTokenizer.prepare), in a thread if that takes long. `agent_headers`: whether sessions are also known by the
+    headers of agents' programs."""
 
-    def __init__(self, token_cache: TokenCache) -> None:
+    def __init__(self, token_cache: TokenCache, *, agent_headers: bool = True) -> None:
         self._token_cache = token_cache
+        self._agent_headers = agent_headers
         self._sessions = Sessions()
 
     def tokens(self, context: RequestContext, prompt: Prompt) -> Tokens:
@@ -80,7 +83,9 @@ class RequestPreparer:
         the sessions."""
         call, state, client, headers = context.call, context.state, context.client, context.headers
         prompt, keys, request_id, tenant = tokens.prompt, tokens.keys, context.request_id, client.tenant
-        hint = headers.get("X-Session-ID") or call.session_hint
+        told = agent_identity(headers) if self._agent_headers else AgentIdentity()
+        # Codex gives the requests of all agents of a run one prompt_cache_key.
+        hint = headers.get(SESSION_HEADER) or call.session_id or told.session or call.prompt_cache_key
         chain = keys if prompt is None else _chain(keys, prompt)
         if not call.endpoint.generates:
             session = ""
@@ -114,6 +119,10 @@ class RequestPreparer:
             placement.sequences, placement.sequence_tokens = call.sequences, tokens.count * call.answers
         if parent := headers.get(PARENT_HEADER):
             placement.parent_session_id = bounded_id(parent)
+        if session and told.agent:
+            placement.agent_id = bounded_id(told.agent)
+        if session and told.parent:
+            placement.agent_parent_session_id = bounded_id(told.parent)
         timeout_s = ttft_timeout_s(headers)
         if timeout_s is not None:
             left = max(context.received_at + timeout_s - now, 0.0)
@@ -123,7 +132,7 @@ class RequestPreparer:
         sent = context.upstream_headers = upstream_headers(headers)
         sent["X-Request-ID"] = context.client_id
         if session:
-            sent["X-Session-ID"] = bounded_id(session if tenant == DEFAULT_TENANT else f"{tenant}/{session}")
+            sent[SESSION_HEADER] = bounded_id(session if tenant == DEFAULT_TENANT else f"{tenant}/{session}")
         # Of several prompts only the first has keys. A request that does not read the prefix cache gains nothing from a PREFILL.
         ids = prompt.ids if prompt is not None and len(prompt.lengths) == 1 and call.reads_prefix_cache else None
         context.ids = ids
@@ -134,7 +143,8 @@ class RequestPreparer:
             "" if steady else "another instance may see other tokens"
         )
         placement.single_instance = bool(context.transfer_obstacle)
-        context.ends_session = bool(session) and ends_session(headers)
+        ends = ends_session(headers) if SESSION_END_HEADER in headers else told.final
+        context.ends_session = bool(session) and ends
 
 
 def _computed(call: ApiCall, count: int, common: int) -> int:

@@ -34,9 +34,9 @@ class ThreadedPreparer:
     threads. Texts in large pieces, which take much memory, are tokenised one after the other.
     """
 
-    def __init__(self, telemetry: GatewayMetrics, token_cache: TokenCache) -> None:
+    def __init__(self, telemetry: GatewayMetrics, token_cache: TokenCache, *, agent_headers: bool = True) -> None:
         self._telemetry = telemetry
-        self._preparer = RequestPreparer(token_cache)
+        self._preparer = RequestPreparer(token_cache, agent_headers=agent_headers)
         self._large_bodies = _Threads(1, "large-bodies")
         self._tokenizing = _Threads(max(2, os.cpu_count() or 1), "tokenizing")
         self._large_pieces = _Threads(1, "large-pieces")

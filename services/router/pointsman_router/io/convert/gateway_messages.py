@@ -35,6 +35,8 @@ _TIERS = frozenset(number for number in agent_pb2.Tier.values() if number)
 # Priority classes with their numbers. An unset class, or one of a newer gateway, becomes STANDARD.
 _PRIORITIES = {Priority(word): number for word, number in values(placement_pb2.Priority).items() if number}
 _OF_PRIORITIES: dict[int, Priority] = {number: priority for priority, number in _PRIORITIES.items()}
+# Maximum length of the ids of an agent and of the session that started it.
+_MAX_LINEAGE = 128
 # Maximum number of sequences that a request counts as, so that sums of many requests fit their fields.
 _MAX_SEQUENCES = 1 << 16
 # Maximum weight of a tenant. With a larger one, a tenant would keep all others of its class from being served.
@@ -92,6 +94,8 @@ def placement_request(wire: placement_pb2.PlacementRequest) -> PlacementRequest:
         sequences=min(max(wire.sequences, 1), _MAX_SEQUENCES),
         sequence_tokens=wire.sequence_tokens,
         streamed=wire.streamed,
+        agent_id=wire.agent_id[:_MAX_LINEAGE],
+        agent_parent=wire.agent_parent_session_id[:_MAX_LINEAGE],
     )
 
 

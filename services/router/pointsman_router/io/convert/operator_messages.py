@@ -368,6 +368,8 @@ def decision_to_wire(state: RouterState, logged: LoggedDecision, *, candidates: 
         taken_policy=result.policy,
         taken_policy_reason=result.policy_reason,
         kv_load=_kv_load(decision.kv_load),
+        agent_id=request.agent_id,
+        agent_parent_session_id=request.agent_parent,
     )
     if candidates:
         view = decision.view

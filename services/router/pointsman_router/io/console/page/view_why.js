@@ -80,6 +80,8 @@ function asked(decision) {
   return el("div", {}, el("h2", {}, "Request"), facts([
     ["Request", decision.requestId],
     ["Session", decision.sessionId ? link(`#/decisions?session=${encodeURIComponent(decision.sessionId)}`, decision.sessionId) : "none"],
+    ["Agent", decision.agentId],
+    ["Started by", decision.agentParentSessionId ? link(`#/decisions?session=${encodeURIComponent(decision.agentParentSessionId)}`, decision.agentParentSessionId) : ""],
     ["Tenant", decision.tenant],
     ["Model", decision.model],
     ["Input", `${count(decision.inputTokens)} tok`],
