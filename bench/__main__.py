@@ -43,6 +43,7 @@ from bench.outlive import outlive
 from bench.picker import picker
 from bench.place import place
 from bench.report_age import report_age
+from bench.scrapes import scrapes
 from bench.shortlist import shortlist
 from bench.side_by_side import side_by_side
 from bench.simulate import simulate
@@ -68,6 +69,7 @@ BENCHMARKS: dict[str, Callable[[], object]] = {
         requests,
         picker,
         turns,
+        scrapes,
         memory,
         open_request_bytes,
         growth,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pointsman_gateway.core.request_usage import RequestUsage
 from pointsman_gateway.core.tokens.token_cache import TokenCache
-from pointsman_gateway.io.telemetry.metrics import GONE_MODEL_S, GatewayMetrics
+from pointsman_gateway.io.telemetry.metrics import GONE_MODEL_S, REMOVED_AT_ONCE, GatewayMetrics
 
 ROUTE = "/v1/chat/completions"
 
@@ -100,6 +102,26 @@ def test_series_stay_few_while_thousands_of_models_come_and_go() -> None:
         page.metrics.keep_models([f"m{number}"])
         page.count_all(f"m{number}")
     assert len(page.models()) <= 12
+
+
+def test_no_call_removes_more_than_some_of_many_tenants_series() -> None:
+    page = Page()
+    page.metrics.keep_models(["a", "b"])
+    tenants = REMOVED_AT_ONCE // 2
+    for model in ("a", "b"):
+        for number in range(tenants):
+            page.metrics.used(f"t{number}", model, RequestUsage())
+    page.metrics.keep_models(["b"])
+    page.now = GONE_MODEL_S
+    left = []
+    for _ in range(9):
+        families = text_string_to_metric_families(generate_latest(page.metrics.registry).decode())
+        names = [sample.labels.get("model", "") for family in families for sample in family.samples]
+        left.append(names.count("a") // 2)  # without creation times
+    assert 0 < left[0] < 4 * tenants
+    assert all(before - after <= REMOVED_AT_ONCE for before, after in pairwise(left))
+    assert left[-1] == 0
+    assert page.models() == {"b"}
 
 
 def test_refusals_are_counted_by_the_names_that_routers_have_for_codes() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pointsman_common.io.metrics_page import PIECE, Piece
+from pointsman_gateway.core.request_usage import RequestUsage
 from pointsman_gateway.core.tokens.token_cache import TokenCache
 from pointsman_gateway.io.processes.sibling_processes import SiblingProcesses, merged, snapshot
 from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
@@ -67,3 +70,48 @@ async def test_others_have_their_turns_while_the_metrics_of_many_tenants_are_mer
     assert turns >= 5 * 4_000 / 100
     for process in processes:
         await process.close()
+
+
+async def test_tenants_numbers_are_added_series_by_series_in_pieces_of_few() -> None:
+    snapshots = []
+    for process in range(4):
+        telemetry = GatewayMetrics(TokenCache(1 << 20))
+        telemetry.keep_models(["m"])
+        for number in range(process * 100, 1_000):  # each process has other tenants, in its own order
+            usage = RequestUsage(prompt_tokens=number, completion_tokens=process)
+            telemetry.used(f't"{number * 7 % 1_000}', "m", usage)
+        snapshots.append(await snapshot(telemetry.registry))
+    for of_process in snapshots:
+        told = [msgspec.msgpack.decode(piece, type=Piece) for piece in of_process]
+        assert max(len(piece.series) for piece in told) <= PIECE
+    page = (await merged(snapshots)).decode()
+    found = {
+        (sample.name, sample.labels["tenant"]): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if "tenant" in sample.labels and not sample.name.endswith("_created")
+    }
+    assert len(found) == 4 * 1_000
+    for number in (0, 99, 100, 350, 999):
+        tenant, count = f't"{number * 7 % 1_000}', min(number // 100 + 1, 4)
+        assert found["pointsman_gateway_tenant_requests_total", tenant] == count
+        assert found["pointsman_gateway_tenant_prompt_tokens_total", tenant] == number * count
+        assert found["pointsman_gateway_tenant_completion_tokens_total", tenant] == sum(range(count))
+
+
+async def test_a_sibling_that_ends_while_it_tells_its_metrics_counts_as_none(tmp_path: Path) -> None:
+    whole = await snapshot(telemetry_of(1, True).registry)
+
+    async def break_off(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for data in whole[:3]:
+            writer.write(len(data).to_bytes(4, "big") + data)
+        writer.close()
+
+    ends = await asyncio.start_unix_server(break_off, tmp_path / "0")
+    asked = SiblingProcesses(tmp_path, 1, 2)
+    await asked.start(telemetry_of(2, True).registry)
+    page = await asked.page()
+    assert b"pointsman_gateway_processes 1.0" in page
+    assert b"pointsman_gateway_open_requests 2.0" in page
+    await asked.close()
+    ends.close()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import islice
 from pathlib import Path
 
 import msgspec
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily
 
-from pointsman_common.io.metrics_page import PIECE, PacedPage, pieces, written
+from pointsman_common.io.metrics_page import PIECE, PacedPage, Piece, pieces, written
 
-# Timeout of the request for a sibling's metrics, s: it takes them at most once a second.
-ASK_S = 4.0
+# Timeout of the request for a sibling's metrics, s: it takes them at most once a second, and for half of its time.
+ASK_S = 8.0
 _LENGTH_BYTES = 4
 # Metrics of which the page has the minimum of all processes. All others are summed: counters, histograms, open requests, cache
 # sizes.
@@ -45,7 +46,12 @@ class SiblingProcesses:
 
         async def tell(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                writer.write(await metrics.get())
+                for data in await metrics.get():
+                    writer.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+                    await writer.drain()
+                writer.write(bytes(_LENGTH_BYTES))
+            except ConnectionError:
+                pass  # the sibling has ended or does not wait any longer
             finally:
                 writer.close()
 
@@ -63,68 +69,57 @@ class SiblingProcesses:
         snapshots = await asyncio.gather(*(self._ask(number) for number in range(self.count)))
         return await merged([snapshot for snapshot in snapshots if snapshot])
 
-    async def _ask(self, number: int) -> bytes:
+    async def _ask(self, number: int) -> list[bytes]:
+        found: list[bytes] = []
         try:
             async with asyncio.timeout(ASK_S):
                 reader, writer = await asyncio.open_unix_connection(self._folder / str(number))
                 try:
-                    return await reader.read(-1)
+                    while length := int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big"):
+                        found.append(await reader.readexactly(length))
                 finally:
                     writer.close()
-        except (OSError, TimeoutError):
-            return b""  # the process is being replaced; the page counts only processes that answered
+        except (OSError, EOFError, TimeoutError):
+            return []  # the process is being replaced; the page counts only processes that answered
+        return found
 
 
-class _Piece(msgspec.Struct, frozen=True, array_like=True):
-    """Some samples of a metric family: name, labels and value of each."""
-
-    family: str
-    documentation: str
-    type: str
-    samples: list[tuple[str, dict[str, str], float]]
+_DECODER = msgspec.msgpack.Decoder(Piece)
 
 
-_DECODER = msgspec.msgpack.Decoder(_Piece)
+async def snapshot(registry: CollectorRegistry) -> list[bytes]:
+    """Return the metrics of `registry` as numbers, piece by piece, for merged()."""
+    return [msgspec.msgpack.encode(piece) async for piece in pieces(registry.collect())]
 
 
-async def snapshot(registry: CollectorRegistry) -> bytes:
-    """Return the metrics of `registry` as numbers, for merged()."""
-    found = bytearray()
-    async for part in pieces(registry.collect()):
-        samples = [(sample.name, sample.labels, sample.value) for sample in part.samples]
-        data = msgspec.msgpack.encode(_Piece(part.name, part.documentation, part.type, samples))
-        found += len(data).to_bytes(_LENGTH_BYTES, "big") + data
-    return bytes(found)
-
-
-async def _pieces_of(data: bytes) -> AsyncIterator[_Piece]:
-    at = 0
-    while at < len(data):
-        begin = at + _LENGTH_BYTES
-        at = begin + int.from_bytes(data[at:begin], "big")
-        yield _DECODER.decode(data[begin:at])
-        await asyncio.sleep(0)
-
-
-async def merged(snapshots: list[bytes]) -> bytes:
+async def merged(snapshots: list[list[bytes]]) -> bytes:
     """Return the metrics of several processes as one page. Values are summed; metrics of _LEAST and creation times take the
     minimum. The event loop runs other tasks between two pieces of it."""
-    families: dict[str, Metric] = {}
-    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
-    for data in snapshots:
-        async for piece in _pieces_of(data):
-            families.setdefault(piece.family, Metric(piece.family, piece.documentation, piece.type))
-            of_family = values.setdefault(piece.family, {})
-            for name, labels, value in piece.samples:
-                key, least = (name, tuple(labels.items())), piece.family in _LEAST or name.endswith("_created")
-                before = of_family.get(key)
-                of_family[key] = value if before is None else min(before, value) if least else before + value
-    for family, of_family in values.items():
-        for at, ((name, label_pairs), value) in enumerate(of_family.items(), 1):
-            families[family].add_sample(name, dict(label_pairs), value)
-            if not at % PIECE:
-                await asyncio.sleep(0)
+    heads: dict[str, str] = {}
+    values: dict[str, dict[str, float]] = {}
+    for of_process in snapshots:
+        for data in of_process:
+            piece = _DECODER.decode(data)
+            heads.setdefault(piece.name, piece.head)
+            of_family = values.setdefault(piece.name, {})
+            least = piece.name in _LEAST or piece.name.endswith("_created")
+            for series, value in piece.series:
+                before = of_family.get(series)
+                of_family[series] = value if before is None else min(before, value) if least else before + value
+            await asyncio.sleep(0)
     count = GaugeMetricFamily(
         "pointsman_gateway_processes", "Gateway processes included in these metrics", len(snapshots)
     )
-    return await written([*families.values(), count])
+
+    async def summed() -> AsyncIterator[Piece]:
+        for name, head in heads.items():
+            # Families are freed one by one, for which they are taken out.
+            series = iter(values.pop(name).items())
+            while found := [*islice(series, PIECE)]:
+                yield Piece(name, head, found)
+                await asyncio.sleep(0)
+            yield Piece(name, head, [])
+        async for piece in pieces([count]):
+            yield piece
+
+    return await written(summed())

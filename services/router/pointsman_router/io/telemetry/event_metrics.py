@@ -23,16 +23,19 @@ class EventMetrics:
         of = self.registry = CollectorRegistry()
         name = "pointsman_router_"
         self._decisions = MetricChildren(
-            Counter(f"{name}decisions", "Placements by route class and reason", ["route_class", "reason"], registry=of)
+            Counter(
+                f"{name}decisions", "Placements by route class and reason", ["route_class", "reason"], registry=None
+            ),
+            of,
         )
         self._placements = MetricChildren(
-            Counter(f"{name}placements", "Placements by instance", ["instance"], registry=of)
+            Counter(f"{name}placements", "Placements by instance", ["instance"], registry=None), of
         )
         self._refusals = MetricChildren(
-            Counter(f"{name}refusals", "Refused requests by gRPC status code", ["code"], registry=of)
+            Counter(f"{name}refusals", "Refused requests by gRPC status code", ["code"], registry=None), of
         )
         self._outcomes = MetricChildren(
-            Counter(f"{name}outcomes", "How placed requests ended", ["outcome"], registry=of)
+            Counter(f"{name}outcomes", "How placed requests ended", ["outcome"], registry=None), of
         )
         self._decide = Histogram(
             f"{name}decide_seconds",
@@ -46,19 +49,21 @@ class EventMetrics:
                 "Hold time of requests that were held before their placement, by priority class",
                 ["priority"],
                 buckets=(0.01, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60),
-                registry=of,
-            )
+                registry=None,
+            ),
+            of,
         )
         self._parked = MetricChildren(
-            Counter(f"{name}sessions_parked", "New sessions that were parked", ["model"], registry=of)
+            Counter(f"{name}sessions_parked", "New sessions that were parked", ["model"], registry=None), of
         )
         self._admissions = MetricChildren(
             Counter(
                 f"{name}admissions",
                 "Admissions decided while a pool's caches evict what is needed again, by outcome and reason",
                 ["model", "outcome", "reason"],
-                registry=of,
-            )
+                registry=None,
+            ),
+            of,
         )
         self._parked_s = MetricChildren(
             Histogram(
@@ -66,8 +71,9 @@ class EventMetrics:
                 "Time for which new sessions were parked, by outcome",
                 ["outcome"],
                 buckets=(0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600),
-                registry=of,
-            )
+                registry=None,
+            ),
+            of,
         )
         self._ttft = MetricChildren(
             Histogram(
@@ -75,8 +81,9 @@ class EventMetrics:
                 "Time from a request's last byte at its gateway to its answer's first byte",
                 ["route_class"],
                 buckets=_TTFT_S,
-                registry=of,
-            )
+                registry=None,
+            ),
+            of,
         )
         self._predicted = Counter(
             f"{name}predicted_cached_tokens",
@@ -89,8 +96,9 @@ class EventMetrics:
                 f"{name}cached_tier_tokens",
                 "Tokens of placed prompts that the chosen instance had, by tier: device, host, storage",
                 ["tier"],
-                registry=of,
-            )
+                registry=None,
+            ),
+            of,
         )
         self._load_price = Counter(
             f"{name}load_price_tokens",
@@ -98,7 +106,7 @@ class EventMetrics:
             registry=of,
         )
         self._offloads = MetricChildren(
-            Counter(f"{name}offloads", "Requests placed on two instances, by outcome", ["outcome"], registry=of)
+            Counter(f"{name}offloads", "Requests placed on two instances, by outcome", ["outcome"], registry=None), of
         )
         self._offload_fallbacks = Counter(
             f"{name}offload_fallbacks",
