@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pointsman_gateway.core.api import Endpoint, ErrorFormat, begins_with_error, redact_error_event
+from pointsman_gateway.core.streaming import sse
 from pointsman_gateway.core.streaming.sse import MAX_HELD_BYTES, SseFilter
 from pointsman_gateway.core.streaming.stream_tail import TAIL_BYTES
 from pointsman_gateway.core.streaming.usage_and_end import StreamEnd, Usage
@@ -399,3 +400,57 @@ def test_events_of_one_comment_are_sent_all_at_once(cuts: list[int], groups: lis
         assert record is not None
         assert sum(groups[: record.count(b":")]) == out.count(b"data:")
     assert out.count(b"data:") == sum(groups)
+
+
+def test_a_chunk_with_some_of_the_events_that_its_comment_tells_of_waits_for_the_others() -> None:
+    events = recording_filter()
+    first, second = event("a"), event("b")
+    assert events.pass_whole(chunked(b":5x2\n\n" + first)) == b""
+    assert events.feed(b":5x2\n\n" + first) == b""
+    assert not events.can_continue, "nothing is recorded of what the client has not got"
+    assert events.pass_whole(chunked(second)) == b""
+    assert events.feed(second) == first + second
+    assert bytes(events.record or b"") == b":5"
+    both = b":6.x2\n\n" + first + second
+    assert events.pass_whole(chunked(both)) == chunked(first + second)
+    assert bytes(events.record or b"") == b":5:6."
+    assert events.count == 4
+
+
+@given(CUTS, st.lists(st.integers(1, 4), min_size=1, max_size=8))
+def test_chunks_are_recorded_with_all_of_their_events_however_a_proxy_cuts(cuts: list[int], groups: list[int]) -> None:
+    single = [
+        (b":%d%b\n\n" % (number, b"x%d" % count if count > 1 else b"") if not of_group else b"") + event("w")
+        for number, count in enumerate(groups)
+        for of_group in range(count)
+    ]
+    sums = {sum(groups[:end]) for end in range(len(groups) + 1)}
+    events, out, at = recording_filter(), b"", 0
+    for cut in [*cuts, len(single)]:
+        body, at = b"".join(single[at : at + cut]), at + cut
+        if body:
+            passed = events.pass_whole(chunked(body))
+            out += passed.partition(b"\r\n")[2].removesuffix(b"\r\n") if passed else events.feed(body)
+        assert out.count(b"data:") in sums
+        assert events.record is not None
+        assert sum(groups[: events.record.count(b":")]) == out.count(b"data:")
+
+
+@pytest.mark.parametrize("comment", [b": ping", b":5 x2", b":5x" + b"9" * 5_000])
+def test_a_comment_that_tells_no_ids_is_passed_on_and_not_recorded(comment: bytes) -> None:
+    events = recording_filter()
+    body = comment + b"\n\n" + event("a")
+    passed = events.pass_whole(chunked(body))
+    assert (passed or chunked(events.feed(body))) == chunked(body)
+    assert not events.record
+
+
+def test_events_that_are_announced_and_never_come_are_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sse, "MAX_TOLD_BYTES", 5 * len(event("a")))
+    events = recording_filter()
+    assert [events.feed(b":5x999\n\n" + event("a")), *(events.feed(event("a")) for _ in range(3))] == [b""] * 4
+    assert events.feed(event("a")) == event("a") * 5
+    assert not events.can_continue
+    assert events.feed(b":6\n\n" + event("b")) == event("b")

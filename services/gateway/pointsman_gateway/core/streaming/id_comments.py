@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-_COMMENTS = re.compile(rb"^(:[\d:,]*\.?)(?:x\d+)?$", re.MULTILINE)
-_BLOCKS = re.compile(rb"^:[\d:,]*\.?(?:x\d+)?\n\n", re.MULTILINE)
-_EVENTS = re.compile(rb":[\d:,]*\.?(?:x(\d+))?\n\n")
+_COMMENTS = re.compile(rb"^(:[\d:,]*\.?)(?:x\d{1,9})?$", re.MULTILINE)
+_BLOCKS = re.compile(rb"^:[\d:,]*\.?(?:x\d{1,9})?\n\n", re.MULTILINE)
+_EVENTS = re.compile(rb":[\d:,]*\.?(?:x(\d{1,9}))?\n\n")
 
 
 def ids_in(events: bytes) -> bytes:
@@ -19,7 +19,15 @@ def without_comments(events: bytes) -> bytes:
     return _BLOCKS.sub(b"", events)
 
 
+def end_of_comment(events: bytes, at: int) -> int:
+    """Return where the first event begins, if a comment begins at `at` and all events follow that it tells of; else 0. Without a
+    number it tells of one."""
+    found = _EVENTS.match(events, at)
+    if found is None or events.count(b"\n\n", found.end()) < int(found[1] or 1):
+        return 0
+    return found.end()
+
+
 def incomplete(events: bytes) -> bool:
-    """Return whether fewer events follow than the comment tells with which `events` begins. Without a number it tells of one."""
-    events_of = _EVENTS.match(events)
-    return events_of is not None and events.count(b"\n\n", events_of.end()) < int(events_of[1] or 1)
+    """Return whether fewer events follow than the comment tells with which `events` begins."""
+    return _EVENTS.match(events) is not None and not end_of_comment(events, 0)

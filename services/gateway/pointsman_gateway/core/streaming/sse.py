@@ -19,12 +19,14 @@ from pointsman_gateway.core.api import (
     reports_error,
     was_aborted,
 )
-from pointsman_gateway.core.streaming.id_comments import ids_in, incomplete, without_comments
+from pointsman_gateway.core.streaming.id_comments import end_of_comment, ids_in, incomplete, without_comments
 from pointsman_gateway.core.streaming.stream_tail import StreamTail
 from pointsman_gateway.core.streaming.usage_and_end import StreamEnd
 
 # Maximum size of a held incomplete event, bytes. A longer one is sent in parts.
 MAX_HELD_BYTES = 64 << 10
+# Maximum size of held events that one comment tells of, bytes. Longer ones are sent, and the answer is no longer continued.
+MAX_TOLD_BYTES = 8 << 20
 _ENDS = (b"\n\n", b"\r\n\r\n")
 EVENT_END = re.compile(rb"(\r?\n\r?\n)")
 _COMMENT = ord(":")
@@ -103,10 +105,11 @@ class SseFilter:
             if chunk.find(b"\n:", at) >= 0:
                 return b""
             if chunk[at] == _COMMENT:
-                end = chunk.find(b"\n", at)
+                if not (end := end_of_comment(chunk, at)):
+                    return b""
                 if self.record is not None:
-                    self.record += chunk[at:end].partition(b"x")[0]
-                events = chunk[end + 2 :]
+                    self.record += chunk[at : end - 2].partition(b"x")[0]
+                events = chunk[end:]
                 chunk = b"%x\r\n%b" % (len(events) - 2, events)
             elif (texts := self.texts) is not None:
                 if events_here == 1 and len(texts) < self.texts_limit:
@@ -145,7 +148,10 @@ class SseFilter:
             last = piece.rfind(b"\n\n:")
             begin = last + 2 if last >= 0 else 0
             if piece[begin] == _COMMENT and incomplete(piece[begin:]):
-                piece, self._held = piece[:begin], piece[begin:] + self._held
+                if len(piece) - begin + len(self._held) <= MAX_TOLD_BYTES:
+                    piece, self._held = piece[:begin], piece[begin:] + self._held
+                else:
+                    self.record = None
         return self._let_out(piece, mid_event) if piece else b""
 
     def flush(self) -> bytes:
