@@ -272,3 +272,14 @@ async def test_a_body_over_the_limit_is_refused_in_the_apis_form(tmp_path: Path)
             await client.messages.create(**MESSAGES | {"system": "x" * 20_000})
         assert refused.value.status_code == 413
         assert error_of(refused.value)["type"] == "request_too_large"
+
+
+async def test_engines_get_another_name_for_each_tenants_session(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("a:k1\na/b:k2\ndefault:k3\n")
+    async with stack(tmp_path, api_keys_file=file) as up:
+        names = {}
+        for key, session_id in (("k1", "b/c"), ("k2", "c"), ("k3", "a/b/c"), ("k3", "c")):
+            assert await status_of(up, key, CHAT | {"session_id": session_id}) == 200
+            names[key, session_id] = up.engines[0].requests[-1][2]["X-Session-ID"]
+        assert list(names.values()) == ["a/b/c", "a%2Fb/c", "default/a/b/c", "c"]

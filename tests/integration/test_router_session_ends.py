@@ -127,3 +127,27 @@ async def test_a_router_that_does_not_own_the_pool_confirms_nothing(tmp_path: Pa
                 owner = Session(first)
                 await owner.hello()
                 assert list((await end(owner, "t", "s")).models) == ["m"]
+
+
+async def test_a_tenant_whose_name_has_a_slash_shares_no_session_with_another(tmp_path: Path) -> None:
+    """Clients choose session ids, so a tenant "a" could take, end and see the sessions of a tenant "a/b"."""
+    with redis_server(tmp_path) as (url, _):
+        async with running(redis_url=url) as (server, client), redis.asyncio.Redis.from_url(url) as store:
+            await Report(client).join("a")
+            session = Session(client)
+            await session.hello()
+            await owns(server)
+            # A session is stored with its second turn.
+            for number, (tenant, session_id) in enumerate([("a", "b/c"), ("a/b", "c")] * 2):
+                await session.place(f"r-{number}", tenant=tenant, session_id=session_id)
+                await session.finish(f"r-{number}")
+
+            async def kept() -> bool:
+                return set(await store.hkeys(AFFINITY)) == {b"a/b/c", b"a%2Fb/c"}
+
+            await eventually(kept, "the store has both sessions")
+            answer = await client.fleet.ListSessions(fleet_pb2.ListSessionsRequest(text="a/b/c"))
+            assert {(found.tenant, found.session_id) for found in answer.sessions} == {("a", "b/c"), ("a/b", "c")}
+            await end(session, "a", "b/c")
+            answer = await client.fleet.ListSessions(fleet_pb2.ListSessionsRequest())
+            assert [(found.tenant, found.session_id) for found in answer.sessions] == [("a/b", "c")]

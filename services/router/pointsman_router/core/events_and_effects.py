@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from pointsman_common.core.key_report_messages import KeyMessage
+from pointsman_common.core.session_names import session_name
 from pointsman_router.core.admission_rule import AdmissionRecord
 from pointsman_router.core.idle_sessions import IdleSessions
 from pointsman_router.core.instances.instance_orders import InstanceOrder
@@ -19,7 +20,6 @@ from pointsman_router.core.placement_types import (
     PlacementRequest,
     PoolFacts,
     Step,
-    session_name,
 )
 from pointsman_router.core.policy.base import Policy
 from pointsman_router.core.prefill_curve import MeanWork

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity, Use, compatible
+from pointsman_common.core.session_names import session_name
 from pointsman_common.core.vllm_versions import counts_output, fits_context, series
 from pointsman_router.core.admission_rule import AdmissionRecord
 from pointsman_router.core.kv_load import NO_LOAD, KvLoad
@@ -255,11 +256,6 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     def unknown(self) -> tuple[str, ...]:
         """The names of the figures that the engine does not report."""
         return tuple(name for name in FIGURES if getattr(self, name) is None)
-
-
-def session_name(tenant: str, session_id: str) -> str:
-    """Return the name of a tenant's session, unique across tenants; empty without an id."""
-    return f"{tenant}/{session_id}" if session_id else ""
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, gc=False):

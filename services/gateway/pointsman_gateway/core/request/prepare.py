@@ -11,6 +11,7 @@ from xxhash import xxh3_64_intdigest
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import KEY_TOKENS
+from pointsman_common.core.session_names import session_name
 from pointsman_gateway.core.api import ApiCall, estimated_tokens
 from pointsman_gateway.core.api.errors import ApiRequestError
 from pointsman_gateway.core.api.openai_responses import not_stored, storing_instance
@@ -132,7 +133,9 @@ class RequestPreparer:
         sent = context.upstream_headers = upstream_headers(headers)
         sent["X-Request-ID"] = context.client_id
         if session:
-            sent[SESSION_HEADER] = bounded_id(session if tenant == DEFAULT_TENANT else f"{tenant}/{session}")
+            # The default tenant's sessions keep their own names, unless these would read as another tenant's.
+            own = tenant == DEFAULT_TENANT and "/" not in session
+            sent[SESSION_HEADER] = bounded_id(session if own else session_name(tenant, session))
         # Of several prompts only the first has keys. A request that does not read the prefix cache gains nothing from a PREFILL.
         ids = prompt.ids if prompt is not None and len(prompt.lengths) == 1 and call.reads_prefix_cache else None
         context.ids = ids

@@ -15,6 +15,7 @@ from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY
 from pointsman_common.core.engine_identity_wire import identity_of, identity_to_wire
 from pointsman_common.core.enum_words import values
+from pointsman_common.core.session_names import session_name
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.ownership import Owner
 from pointsman_router.core.placement_types import InstanceInfo, Phase, PlacementRequest, Step, StepKind
@@ -84,7 +85,7 @@ def placement_request(wire: placement_pb2.PlacementRequest) -> PlacementRequest:
         weight=float(min(max(wire.weight, 1), _MAX_WEIGHT)),
         ttft_deadline_s=seconds(wire.ttft_deadline) if wire.HasField("ttft_deadline") else None,
         continues=wire.continues_session,
-        parent=f"{wire.tenant}/{wire.parent_session_id}" if wire.parent_session_id else "",
+        parent=session_name(wire.tenant, wire.parent_session_id),
         parkable=wire.parkable,
         parked_s=max(seconds(wire.parked), 0.0) if wire.HasField("parked") else 0.0,
         resumed=wire.resumed,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from pointsman_common.core.enum_words import word
+from pointsman_common.core.session_names import tenant_and_id
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.outcome_stats import OutcomeStats
 from pointsman_router.core.analysis.policy_comparison import PolicyComparison
@@ -263,12 +264,16 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
             here = SessionPosition(used_at, here.number + 1 if used_at == here.used_at else 1)
             if after is not None and not after.precedes(here):
                 continue
-            if request.model in ("", model) and request.instance_id in ("", owner) and request.text in session:
+            if (
+                request.model in ("", model)
+                and request.instance_id in ("", owner)
+                and (not request.text or request.text in _shown(session))
+            ):
                 if len(answer.sessions) == size:
                     answer.next_page_token = self._token(last, request)
                     break
                 last = here
-                tenant, _, session_id = session.partition("/")
+                tenant, session_id = tenant_and_id(session)
                 answer.sessions.add(
                     tenant=tenant, session_id=session_id, model=model, instance_id=owner, idle=duration(now - used_at)
                 )
@@ -341,6 +346,10 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
             return make_policy(wire.name, operator_messages.policy_settings(wire.settings), self._router.policies)
         except SettingError as error:
             await abort(context, setting_status(error))
+
+
+def _shown(session: str) -> str:
+    return "/".join(tenant_and_id(session))
 
 
 def _filter(wire: fleet_pb2.DecisionFilter) -> DecisionFilter:
