@@ -13,6 +13,9 @@ import pytest
 from aiohttp import web
 
 from pointsman.router.v1 import placement_pb2
+from pointsman_common.core.addresses import parse_address
+from pointsman_gateway.io.main import serving
+from pointsman_gateway.io.settings import GatewaySettings
 from tests.support.fakes.engine_answers import Script
 from tests.support.fakes.gateway_peers import MODEL, FakeEngine, Stack, stack
 from tests.support.processes.gateway import gateway_running, logged_url, ready
@@ -148,3 +151,30 @@ async def test_bodies_beyond_what_may_be_held_are_refused_and_end_well(tmp_path:
             await eventually(lambda: not any(engine.open for engine in up.engines))
             async with http.post(url, json=large) as taken:
                 assert (await taken.read()).endswith(b"[DONE]\n\n")
+
+
+async def test_connections_beyond_what_may_be_open_are_refused_and_probes_answered() -> None:
+    settings = GatewaySettings(listen="127.0.0.1:0", routers=["127.0.0.1:1"], max_connections=2)
+    async with serving(settings) as (_, url):
+        address = parse_address(url.removeprefix("http://"))
+        held = [await asyncio.open_connection(*address) for _ in range(2)]
+        async with aiohttp.ClientSession() as http:
+            async with http.post(f"{url}/v1/chat/completions", json={}) as answer:
+                assert (answer.status, answer.headers["Retry-After"], answer.headers["Connection"]) == (
+                    503,
+                    "1",
+                    "close",
+                )
+                assert (await answer.json())["error"]["code"] == "too_many_connections"
+            for path, status in (("/livez", 200), ("/metrics", 200), ("/health", 503), ("/v1/models", 503)):
+                async with http.get(url + path) as answer:
+                    assert answer.status == status
+            for _, writer in held:
+                writer.close()
+                await writer.wait_closed()
+
+            async def listed() -> bool:
+                async with http.get(f"{url}/v1/models") as answer:
+                    return answer.status == 200
+
+            await eventually(listed, "there is room again")

@@ -14,6 +14,7 @@ import pytest
 from pointsman_common.core.addresses import Address
 from pointsman_common.io.tls import server_context
 from pointsman_gateway.core.http_message import Request, Response
+from pointsman_gateway.io.http import client_connection
 from pointsman_gateway.io.http.client_connection import HIGH_WATER, SMALL_BODY, ClientConnection
 from pointsman_gateway.io.http.server import Server
 from pointsman_gateway.io.http.server_types import ServerLimits
@@ -80,6 +81,8 @@ class Echo:
 
     def admit(self, request: Request) -> Response | None:
         request.holder = request.headers.get("x-key").encode()
+        if request.surplus and request.path != "/probe":
+            return Response(503, b"too many")
         return Response(404, b"no") if request.path == "/refused" else None
 
     async def answer(self, request: Request) -> Response | None:
@@ -508,6 +511,45 @@ def posting(size: int, path: str = "/hang") -> bytes:
 
 def chunks_of(size: int) -> bytes:
     return b"POST /hang HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % size
+
+
+async def test_connections_are_bounded_and_probes_are_still_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_connection, "SURPLUS", 2)
+    first = Client()
+    first.server.limits = replace(LIMITS, max_connections=3)
+    within = [first, Client(first), Client(first)]
+    assert [status_of(await client.send(WHOLE)) for client in within] == [200] * 3
+    assert not any(client.wire.closed for client in within)
+    refused, probe = Client(first), Client(first)
+    assert not refused.wire.closed
+    answer = await refused.send(WHOLE)
+    assert status_of(answer) == 503
+    assert b"Connection: close" in answer
+    assert refused.wire.closed
+    answer = await probe.send(WHOLE.replace(b"/echo", b"/probe"))
+    assert status_of(answer) == 200
+    assert b"Connection: close" in answer
+    assert probe.wire.closed
+    # Both count until they are gone, and no more than SURPLUS of them are kept.
+    too_many = Client(first)
+    assert too_many.wire.closed
+    assert not too_many.wire.out
+    assert not within[0].wire.closed
+    for client in (refused, probe, too_many, within[2]):
+        client.connection.connection_lost(None)
+    assert len(first.server.connections) == 2
+    later = Client(first)
+    assert status_of(await later.send(WHOLE)) == status_of(await later.send(WHOLE)) == 200
+    assert not later.wire.closed
+
+
+async def test_a_connection_beyond_the_bound_that_sends_nothing_is_soon_closed() -> None:
+    first = Client()
+    first.server.limits = replace(LIMITS, max_connections=1)
+    surplus = Client(first)
+    assert surplus.connection.deadline < first.connection.deadline
+    surplus.connection.overdue(surplus.connection.deadline)
+    assert surplus.wire.closed
 
 
 async def test_all_bodies_together_are_bounded() -> None:

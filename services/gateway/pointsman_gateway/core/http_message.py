@@ -113,7 +113,8 @@ class Request:
     """One request. `body` is complete before the request is handled. `held_answer` counts the buffered bytes of a response that
     is not streamed. The handler sets the other fields: `id` is internal to the gateway; `client_id` is the request's id for its
     client and its engine; `answer_fields` are header fields of every response to the request; `holder` is the client whose share
-    of the memory for bodies and responses the request uses (empty: no client)."""
+    of the memory for bodies and responses the request uses (empty: no client). `surplus`: its connection is one more than the
+    server may have."""
 
     method: str
     path: str  # as the client sent it, without the query
@@ -125,6 +126,7 @@ class Request:
     id: str = ""
     client_id: str = ""
     holder: bytes = b""
+    surplus: bool = False
     answer_fields: dict[str, str] = field(default_factory=dict)
     model: str = ""
     trace: RequestTrace | None = None

@@ -67,6 +67,7 @@ async def serving(
         settings.max_body_bytes,
         settings.max_buffered_body_bytes,
         settings.max_buffered_answer_bytes,
+        settings.max_connections,
         body_s=settings.body_timeout_s,
         idle_s=settings.keepalive_timeout_s,
         stall_s=settings.idle_timeout_s,

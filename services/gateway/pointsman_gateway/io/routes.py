@@ -341,6 +341,11 @@ class Gateway:
             wrong.headers["Allow"] = route.allowed
             return wrong
         try:
+            if request.surplus and not route.open:
+                message = "The gateway has as many connections as it may have."
+                raise ApiRequestError(
+                    503, message, type_="server_error", code="too_many_connections", retry_after_s=RETRY_S
+                )
             if not route.open:
                 request.holder = self._client(request).key
             if route.body and request.media_type != "application/json":

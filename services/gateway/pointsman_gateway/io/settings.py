@@ -111,6 +111,12 @@ class GatewaySettings(BaseSettings):
     token_cache_mb: int = Field(
         128, ge=0, description="maximum size of the cache of texts' tokens and block keys, in MiB"
     )
+    max_connections: int = Field(
+        ServerLimits.max_connections,
+        gt=0,
+        description="maximum number of clients' open connections of each process; on further ones requests are refused with 503, "
+        "but for /health, /ready, /livez, /ping and /metrics. A connection with a request takes two file descriptors",
+    )
     max_body_bytes: int = Field(32 << 20, gt=0, description="maximum size of a request body, in bytes")
     max_sequences: int = Field(
         1 << 14,

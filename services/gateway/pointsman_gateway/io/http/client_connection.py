@@ -42,6 +42,8 @@ log = structlog.get_logger()
 HIGH_WATER = 64 << 10
 # Maximum body of a refused request that is read to its end so that the connection can be kept, bytes.
 SMALL_BODY = 64 << 10
+# Maximum number of connections beyond max_connections, which are taken to answer probes, and the others with a refusal.
+SURPLUS = 256
 # Time for which data of a refused client is still read before the connection is closed, s. Closing at once would destroy the
 # answer on its way.
 LINGER_S = 2.0
@@ -211,6 +213,7 @@ class ClientConnection(asyncio.Protocol):
         self.source: Source | None = None
         self.deadline = math.inf
         self._limits = server.limits
+        self._surplus = False
         self._state = _State.IDLE
         self._parser = httptools.HttpRequestParser(self)
         self._task: asyncio.Task[None] | None = None
@@ -248,7 +251,11 @@ class ClientConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=HIGH_WATER)
         self.server.connections.add(self)
-        self.deadline = time.monotonic() + self._limits.idle_s
+        beyond = len(self.server.connections) - self._limits.max_connections
+        self._surplus = beyond > 0
+        if beyond > SURPLUS:
+            self._transport.abort()
+        self.deadline = time.monotonic() + (self._limits.head_s if self._surplus else self._limits.idle_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
@@ -368,13 +375,14 @@ class ClientConnection(asyncio.Protocol):
         if wrong is not None:
             self._refuse(*wrong)
             return
-        self.keep_alive = version == "1.1" and self._parser.should_keep_alive()
+        self.keep_alive = version == "1.1" and self._parser.should_keep_alive() and not self._surplus
         target, _, query = self._url.decode("ascii").partition("?")
         writer = ResponseWriter(self, self._transport, chunked=version == "1.1")
         request = Request(method, path_of(target), query, headers, writer, self._held_answer)
         length = int(headers.get("content-length", "0"))
         has_body = length > 0 or "transfer-encoding" in headers
         self._request, self._writer = request, writer
+        request.surplus = self._surplus
         refusal = self.server.handler.admit(request)
         self._held_body.holder = self._held_answer.holder = request.holder
         if refusal is None and length > self._limits.max_body_bytes:

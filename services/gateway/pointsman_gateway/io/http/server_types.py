@@ -19,6 +19,9 @@ class ServerLimits:
     max_buffered_answer_bytes: int = (
         256 << 20
     )  # of all clients' answers that are not streamed together, from their first byte until they are sent
+    max_connections: int = (
+        1 << 14
+    )  # open at once; beyond it Request.surplus is set, and SURPLUS connections later none is taken
     max_head_bytes: int = 32 << 10
     max_headers: int = 100
     head_s: float = 10.0
