@@ -13,6 +13,11 @@ import pytest
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import extend_keys
+from pointsman_gateway.core.api import Endpoint
+from pointsman_gateway.core.tenants import Client
+from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman_gateway.io.request import step_execution
+from pointsman_gateway.io.request.fair_turns import FairTurns
 from tests.support.fakes.gateway_peers import MODEL, Stack, stack
 from tests.support.fakes.offloading_peers import answered, offload_stack, p_and_d
 from tests.support.fakes.telling_engine import FIRST_ID, TellingEngine
@@ -129,6 +134,52 @@ async def test_an_engine_without_the_package_gets_the_text_to_continue(up: Stack
     failed, ended = up.router.finished
     assert (failed.outcome, ended.outcome) == (placement_pb2.OUTCOME_FAILED, placement_pb2.OUTCOME_OK)
     assert ended.output_tokens == len(WORDS) - 20
+
+
+async def test_begun_texts_of_many_requests_of_one_tenant_delay_another_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def recorded(endpoint: Endpoint, payload: bytes, events: bytes, tokenizer: ModelTokenizer) -> None:
+        order.append(json.loads(payload)["cache_salt"])
+
+    monkeypatch.setattr(step_execution, "continued_text", recorded)
+    file = tmp_path / "keys"
+    file.write_text("red:k1 cache_salt=red\nblue:k2 cache_salt=blue\n")
+    async with stack(tmp_path, engine=TellingEngine, api_keys_file=file) as up:
+        for engine in up.engines:
+            assert isinstance(engine, TellingEngine)
+            engine.words, engine.words_before, engine.mode, engine.tells = WORDS, 20, "cut", False
+            engine.go.set()
+        turns = up.gateway._shared.text_turns
+        await turns.take(Client("green", b""))
+        asking = []
+        for key in ("k1", "k1", "k1", "k1", "k2"):
+            asking.append(asyncio.create_task(text_of(up, Authorization=f"Bearer {key}")))
+            await eventually(lambda: waiting(turns) == len(asking), "the text waits")
+        turns.give_back()
+        for text, errors in await asyncio.gather(*asking):
+            assert (text, len(errors)) == ("".join(WORDS[:20]), 1)
+        assert order == ["red", "blue", "red", "red", "red"]
+
+
+def waiting(turns: FairTurns) -> int:
+    return sum(len(queue) for keys in turns._waiting.values() for queue in keys.values())
+
+
+async def test_a_begun_text_does_not_wait_for_its_turn_without_end(up: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_execution, "TEXT_WAIT_S", 0.01)
+    for engine in up.engines:
+        assert isinstance(engine, TellingEngine)
+        engine.tells = False
+    first(up).mode = "cut"
+    turns = up.gateway._shared.text_turns
+    await turns.take(Client("another", b""))
+    text, (error,) = await text_of(up)
+    assert text == "".join(WORDS[:20])
+    assert error["code"] == "instance_failed"
+    assert not waiting(turns)
 
 
 @pytest.mark.parametrize("tells", [True, False])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 
 from pointsman_gateway.core.request.attempt_report import AttemptBreakdown
@@ -10,6 +9,7 @@ from pointsman_gateway.core.request.continuation import Continuations
 from pointsman_gateway.core.request.request_events import RequestTimeouts
 from pointsman_gateway.io.engines.engine_client import Upstream
 from pointsman_gateway.io.engines.remote_prefill import EngineIdCache, KvReleases
+from pointsman_gateway.io.request.fair_turns import FairTurns
 from pointsman_gateway.io.routing.model_pools import ModelPools
 from pointsman_gateway.io.routing.router_client import RouterClient
 from pointsman_gateway.io.telemetry.line_log import LineLog
@@ -33,4 +33,4 @@ class SharedContext:
     mark_session_ends: bool
     continuations: Continuations
     proxy_fallbacks: int = 0  # number of instances besides the chosen one that a proxy gets
-    text_turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # to tokenise a begun text
+    text_turns: FairTurns = field(default_factory=lambda: FairTurns(1))  # to tokenise a begun text

@@ -61,6 +61,9 @@ _JSON = {"Content-Type": "application/json"}
 NOT_FOUND = 404
 # Number of events after which an answer that breaks off has not been broken by what broke it before.
 PROGRESS_TOKENS = 16
+# Maximum time for which a begun text waits to be tokenised, s. Then its stream ends with an error: clients that wait do better to
+# ask again.
+TEXT_WAIT_S = 30.0
 NO_ANSWER = 500  # what an answer with status 200 counts as that has none
 NOT_IMPLEMENTED = 501  # not retried: no other instance of the model implements it either
 
@@ -394,11 +397,18 @@ class EngineSteps:
         if tokenizer is None:
             return False
         texts = bytes(self._sse.texts or b"")
-        # One after the other: further threads would take time from the event loop.
-        async with self._shared.text_turn:
-            self._text = await asyncio.to_thread(
-                continued_text, context.call.endpoint, context.kept_payload, texts, tokenizer
-            )
+        # One after the other: further threads would take time from the event loop. The turn lasts as long as the thread's work,
+        # also if the client leaves.
+        try:
+            async with asyncio.timeout(TEXT_WAIT_S):
+                await self._shared.text_turns.take(context.client)
+        except TimeoutError:
+            return False
+        continuing = asyncio.get_running_loop().run_in_executor(
+            None, continued_text, context.call.endpoint, context.kept_payload, texts, tokenizer
+        )
+        continuing.add_done_callback(lambda _: self._shared.text_turns.give_back())
+        self._text = await asyncio.shield(continuing)
         return self._text is not None
 
     def stream_end(self, attempt: Attempt) -> StreamEnd:
