@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from pointsman_gateway.core.tenants import ANYONE
 from pointsman_gateway.io.request.threaded_preparer import _Threads
 
 
@@ -19,16 +20,16 @@ async def test_who_leaves_while_waiting_leaves_nothing_behind() -> None:
         return "done"
 
     try:
-        first = asyncio.create_task(threads.run(busy))
+        first = asyncio.create_task(threads.run(ANYONE, busy))
         await begun.wait()
         first.cancel()  # it is left, and its thread goes on
-        waiting = [asyncio.create_task(threads.run(lambda: "never")) for _ in range(9)]
+        waiting = [asyncio.create_task(threads.run(ANYONE, lambda: "never")) for _ in range(9)]
         await asyncio.sleep(0)
         for task in waiting:
             task.cancel()
         await asyncio.gather(first, *waiting, return_exceptions=True)
         assert threads._executor._work_queue.qsize() == 0
-        last = asyncio.create_task(threads.run(lambda: "last"))
+        last = asyncio.create_task(threads.run(ANYONE, lambda: "last"))
         go_on.set()
         assert await last == "last"
     finally:
