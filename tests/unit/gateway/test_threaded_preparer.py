@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 
-from pointsman_gateway.core.tenants import ANYONE
+from pointsman_gateway.core.tenants import ANYONE, Client
 from pointsman_gateway.io.request.threaded_preparer import _Threads
 
 
@@ -32,6 +33,22 @@ async def test_who_leaves_while_waiting_leaves_nothing_behind() -> None:
         last = asyncio.create_task(threads.run(ANYONE, lambda: "last"))
         go_on.set()
         assert await last == "last"
+    finally:
+        go_on.set()
+        threads.close()
+
+
+async def test_clients_take_turns_at_a_thread() -> None:
+    threads, go_on, done = _Threads(1, "test"), threading.Event(), list[str]()
+    red, blue = Client("red", b"1"), Client("blue", b"2")
+    try:
+        tasks = [asyncio.create_task(threads.run(red, go_on.wait))]
+        for client in (red, red, red, blue):
+            tasks.append(asyncio.create_task(threads.run(client, partial(done.append, client.tenant))))
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(*tasks)
+        assert done == ["red", "blue", "red", "red"]
     finally:
         go_on.set()
         threads.close()
