@@ -199,7 +199,15 @@ LEAVES = st.sampled_from(
         "{{ 'text' }}",
     ]
 )
-HEADS = ["messages", "messages[1:]", "messages[-loop_at:]", "messages | list", "ns.all", "messages if m.content", "range(90)"]
+HEADS = [
+    "messages",
+    "messages[1:]",
+    "messages[-loop_at:]",
+    "messages | list",
+    "ns.all",
+    "messages if m.content",
+    "range(90)",
+]
 
 
 def loop_over(head: str, inner: str) -> str:

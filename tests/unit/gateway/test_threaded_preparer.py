@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
+from contextlib import suppress
 from functools import partial
 
 from pointsman_gateway.core.tenants import ANYONE, Client
@@ -51,4 +54,26 @@ async def test_clients_take_turns_at_a_thread() -> None:
         assert done == ["red", "blue", "red", "red"]
     finally:
         go_on.set()
+        threads.close()
+
+
+async def test_an_error_keeps_no_body_in_memory() -> None:
+    class Body:
+        pass
+
+    threads, kept = _Threads(1, "test"), list[weakref.ref[Body]]()
+
+    def refused() -> None:
+        body = Body()
+        kept.append(weakref.ref(body))
+        raise ValueError
+
+    gc.disable()
+    try:
+        with suppress(ValueError):
+            await threads.run(ANYONE, refused)
+        await asyncio.wait_for(threads.run(ANYONE, lambda: None), 5)  # the thread itself has let go of the first work
+        assert [ref() for ref in kept] == [None]
+    finally:
+        gc.enable()
         threads.close()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -125,5 +125,15 @@ class _Threads:
         `work` has ended."""
         await self._turns.take(client)
         running = asyncio.get_running_loop().run_in_executor(self._executor, work)
-        running.add_done_callback(lambda _: self._turns.give_back())
-        return await asyncio.shield(running)
+        running.add_done_callback(self._ended)
+        try:
+            return await asyncio.shield(running)
+        finally:
+            # An error refers to this frame by its traceback, and to the frames of `work`, which have the body. With the future,
+            # which refers to the error, they would be a cycle, and the body would stay in memory until it is collected.
+            del running
+
+    def _ended(self, running: asyncio.Future[Any]) -> None:
+        self._turns.give_back()
+        if not running.cancelled():
+            running.exception()  # none is left to see it if the caller was cancelled
