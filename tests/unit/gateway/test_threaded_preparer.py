@@ -47,7 +47,8 @@ async def test_clients_take_turns_at_a_thread() -> None:
     try:
         tasks = [asyncio.create_task(threads.run(red, go_on.wait))]
         for client in (red, red, red, blue):
-            tasks.append(asyncio.create_task(threads.run(client, partial(done.append, client.tenant))))
+            work = partial(done.append, client.tenant)
+            tasks += [asyncio.create_task(threads.run(client, work))]
         await asyncio.sleep(0)
         go_on.set()
         await asyncio.gather(*tasks)

@@ -4,7 +4,9 @@ A template multiplies what a client sends: `tojson(indent=4)` writes up to 260 c
 and a loop over `messages[loop.index:]` takes half the square of the number of messages. MeteredEnvironment compiles a template so
 that each iteration, text and copy is charged to the Meter of the rendering, which ends it by an exception.
 
-Not charged, since only the author of a template chooses them: numbers (`**`), and widths in formats (`'%999d'`, `center(999)`).
+Sums, products, `tojson` and joined texts are charged before they can grow far beyond a limit; results of other single filters
+and methods afterwards. So a template whose author means harm can exceed the limits (`2 ** 9999999`, `text.replace('a', text)`,
+the text of a list that contains a list many times). They bound what clients can make of other templates.
 """
 
 from __future__ import annotations
