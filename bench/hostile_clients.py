@@ -156,12 +156,10 @@ async def sender(kind: str, port: int) -> None:
 
 def _with_tools(count: int, depth: int, width: int) -> bytes:
     """Return a chat with so many tools, whose parameters are so many objects around a list of so many numbers."""
-    parameters: object = [0] * width
-    for _ in range(depth):
-        parameters = {"a": parameters}
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    asked = {"model": "m", "messages": [_SHORT], "tools": [tool] * count, "max_tokens": 1}
-    return json.dumps(asked, separators=(",", ":")).encode()
+    parameters = '{"a":' * depth + json.dumps([0] * width, separators=(",", ":")) + "}" * depth
+    tool = f'{{"type":"function","function":{{"name":"f","parameters":{parameters}}}}}'
+    tools = ",".join([tool] * count)
+    return f'{{"model":"m","messages":[{json.dumps(_SHORT)}],"max_tokens":1,"tools":[{tools}]}}'.encode()
 
 
 async def wrong_key(port: int) -> None:

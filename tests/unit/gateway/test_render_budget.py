@@ -64,12 +64,12 @@ def call_with(arguments: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("copies", [1, 5, 40])
 @pytest.mark.parametrize(
     "fields",
-    [{"tools": tools(nested(940), 1)}, {"response_format": nested(940)}, {"unknown": nested(940)}, {"unknown": "long"}],
+    [{"tools": tools(nested(600), 1)}, {"response_format": nested(600)}, {"unknown": nested(600)}, {"unknown": "long"}],
     ids=["tools", "response_format", "unknown", "in a long body"],
 )
 def test_a_body_that_is_nested_too_deeply_is_refused(fields: dict[str, Any], copies: int) -> None:
     if fields == {"unknown": "long"}:
-        fields = {"unknown": ["a" * 100_000, nested(940)]}
+        fields = {"unknown": ["a" * 100_000, nested(600)]}
     raw = chat(**{name: [value] * copies for name, value in fields.items()})
     light = decode_light(raw)
     assert light is None
@@ -93,7 +93,7 @@ def test_arguments_of_tool_calls_are_counted_too() -> None:
     """They are JSON inside a string, which templates get decoded."""
     shown = template("{% for m in messages %}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}")
     assert shown.render({"messages": call_with(nested(MAX_DEPTH))}) == json.dumps(nested(MAX_DEPTH))
-    for depth in (MAX_DEPTH + 1, 900, 100_000):
+    for depth in (MAX_DEPTH + 1, 600, 100_000):
         arguments = '{"a":' * depth + "1" + "}" * depth
         body = {"messages": call_with({})}
         body["messages"][0]["tool_calls"][0]["function"]["arguments"] = arguments

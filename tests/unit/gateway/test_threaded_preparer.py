@@ -45,13 +45,12 @@ async def test_clients_take_turns_at_a_thread() -> None:
     threads, go_on, done = _Threads(1, "test"), threading.Event(), list[str]()
     red, blue = Client("red", b"1"), Client("blue", b"2")
     try:
-        tasks = [asyncio.create_task(threads.run(red, go_on.wait))]
-        for client in (red, red, red, blue):
-            work = partial(done.append, client.tenant)
-            tasks += [asyncio.create_task(threads.run(client, work))]
+        busy = asyncio.create_task(threads.run(red, go_on.wait))
+        works = [(client, partial(done.append, client.tenant)) for client in (red, red, red, blue)]
+        tasks = [asyncio.create_task(threads.run(client, work)) for client, work in works]
         await asyncio.sleep(0)
         go_on.set()
-        await asyncio.gather(*tasks)
+        await asyncio.gather(busy, *tasks)
         assert done == ["red", "blue", "red", "red"]
     finally:
         go_on.set()
