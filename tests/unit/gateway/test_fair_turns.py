@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman_gateway.core.fair_turns import FairTurns
 from pointsman_gateway.core.tenants import Client
+from pointsman_gateway.io.request.fair_turns import FairTurns
 
 RED, RED_TOO, BLUE = Client("red", b"1"), Client("red", b"2"), Client("blue", b"3")
 CLIENTS = (RED, RED_TOO, BLUE, Client("green", b"4"))

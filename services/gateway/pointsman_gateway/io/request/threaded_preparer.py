@@ -14,13 +14,13 @@ import structlog
 
 from pointsman_gateway.core.api import ApiCall, ClientRules, Endpoint, parse
 from pointsman_gateway.core.api.decode_body import decode_light
-from pointsman_gateway.core.fair_turns import FairTurns
 from pointsman_gateway.core.request.prepare import RequestPreparer, Tokens
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.tenants import Client
 from pointsman_gateway.core.tokens.model_tokenizer import LARGE_PIECE_CHARS, ModelTokenizer, PendingPrompt
 from pointsman_gateway.core.tokens.render_budget import OverBudget, Unrenderable
 from pointsman_gateway.core.tokens.token_cache import TokenCache
+from pointsman_gateway.io.request.fair_turns import FairTurns
 from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
 
 log = structlog.get_logger()
