@@ -16,7 +16,7 @@ from pathlib import Path
 from bench import stack
 from bench.figures import Figure, percentile
 from bench.stack import ServerProcess
-from tests.support.tiny_tokenizer import make_tokenizer
+from tests.support.tiny_tokenizer import CHATML, make_tokenizer
 
 STREAMS = 64
 SHORT, LONG = 20, 140  # chunks
@@ -108,10 +108,12 @@ async def requests() -> list[Figure]:
 
 
 @contextlib.asynccontextmanager
-async def fleet(interval_ms: float, *flags: str) -> AsyncIterator[tuple[list[ServerProcess], str]]:
-    """Run two mock engines; yield them and the folder of their model."""
+async def fleet(
+    interval_ms: float, *flags: str, template: str = CHATML
+) -> AsyncIterator[tuple[list[ServerProcess], str]]:
+    """Run two mock engines; yield them and the folder of their model, which has this chat template."""
     with tempfile.TemporaryDirectory() as folder:
-        model = str(await asyncio.to_thread(make_tokenizer, Path(folder) / "model"))
+        model = str(await asyncio.to_thread(make_tokenizer, Path(folder) / "model", template))
         async with stack.engine(interval_ms, model, *flags) as one, stack.engine(interval_ms, model, *flags) as other:
             yield [one, other], model
 

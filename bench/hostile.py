@@ -13,7 +13,8 @@ from typing import Any
 from bench import stack
 from bench.figures import Figure, percentile
 from bench.gateway import fleet
-from bench.hostile_clients import HOSTILE, KEY
+from bench.hostile_clients import BODIES, HOSTILE, KEY, MULTIPLIED, MULTIPLYING
+from tests.support.tiny_tokenizer import CHATML
 
 INTERVAL_MS = 20.0
 SECONDS = 8.0
@@ -24,26 +25,33 @@ WHAT = {"ttft_ms": "TTFT", "gaps_ms": "gap between tokens"}
 
 
 async def hostile() -> list[Figure]:
-    """hostile_KIND_ttft_p99_ms, hostile_KIND_gap_p99_ms, hostile_KIND_peak_mb of each kind; goal of a p99: twice the p99
-    without."""
+    """Of each kind: hostile_KIND_ttft_p99_ms and hostile_KIND_gap_p99_ms (goal: twice the p99 without), hostile_KIND_turn_ms and
+    hostile_KIND_peak_mb; of kinds that send a body over and over: hostile_KIND_memory_ratio."""
     stack.allow_files(10_000)
     figures = []
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         keys.write_text("".join(f"t{at}:{KEY if not at else f'sk-{at}-of-many'}\n" for at in range(KEYS)))
-        async with fleet(INTERVAL_MS) as (engines, model):
-            for kind in HOSTILE:
-                # A new gateway for each kind, so that its peak of memory is due to this kind alone.
-                flags = ("--api-keys-file", str(keys))
-                async with stack.pointsman(engines, model, *flags, max_model_len=MAX_MODEL_LEN) as (gateway, _):
-                    figures += await _beside(kind, gateway)
+        for template in (CHATML, MULTIPLYING):
+            kinds = [kind for kind in HOSTILE if (kind in MULTIPLIED) is (template is MULTIPLYING)]
+            async with fleet(INTERVAL_MS, template=template) as (engines, model):
+                for kind in kinds:
+                    # A new gateway for each kind, so that its peak of memory is due to this kind alone.
+                    flags, turns_file = ("--api-keys-file", str(keys)), Path(folder) / kind
+                    async with stack.pointsman(
+                        engines, model, *flags, max_model_len=MAX_MODEL_LEN, turns_file=turns_file
+                    ) as (gateway, _):
+                        figures += await _beside(kind, gateway, turns_file)
     return figures
 
 
-async def _beside(kind: str, gateway: stack.ServerProcess) -> list[Figure]:
+async def _beside(kind: str, gateway: stack.ServerProcess, turns_file: Path) -> list[Figure]:
+    [pid] = gateway.pids
     await _ordinary(gateway.port, 2.0)
+    await stack.longest_turn(pid, turns_file)
     without = await _ordinary(gateway.port, SECONDS)
-    before = _peak_mb(gateway.pids[0])
+    turn_without = await stack.longest_turn(pid, turns_file)
+    before = _peak_mb(pid)
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "bench.hostile_clients", kind, "--port", str(gateway.port), stdout=asyncio.subprocess.PIPE
     )
@@ -51,6 +59,7 @@ async def _beside(kind: str, gateway: stack.ServerProcess) -> list[Figure]:
         assert child.stdout is not None
         await child.stdout.readline()
         beside = await _ordinary(gateway.port, SECONDS)
+        turn = await stack.longest_turn(pid, turns_file)
     finally:
         child.kill()
         await child.wait()
@@ -62,12 +71,16 @@ async def _beside(kind: str, gateway: stack.ServerProcess) -> list[Figure]:
         note += f", {len(beside[what]):,} values, failures: {failures}; baseline is p99 without; ratio: goal 2"
         short = what.removesuffix("_ms").removesuffix("s")
         figures.append(Figure(f"hostile_{kind}_{short}_p99_ms", p99[1], "ms", p99[0], note))
-    after = _peak_mb(gateway.pids[0])
-    figures.append(
-        Figure(
-            f"hostile_{kind}_peak_mb", after, "MB", before, "the gateway's peak of resident memory; baseline is without"
-        )
-    )
+    clocks = f"{turn['clock_ms']:.0f} ms by the clock (without {turn_without['clock_ms']:.0f})"
+    note = f"the longest turn of the event loop, CPU; {clocks}; baseline is without"
+    figures.append(Figure(f"hostile_{kind}_turn_ms", turn["cpu_ms"], "ms", turn_without["cpu_ms"], note))
+    after = _peak_mb(pid)
+    note = "the gateway's peak of resident memory; baseline is without"
+    figures.append(Figure(f"hostile_{kind}_peak_mb", after, "MB", before, note))
+    if kind in BODIES:
+        sent_mb = len(BODIES[kind]) * HOSTILE[kind][1] / 1e6
+        note = f"memory for each byte of {HOSTILE[kind][1]} bodies of {len(BODIES[kind]) / 1e3:,.0f} kB: what the peak rose by"
+        figures.append(Figure(f"hostile_{kind}_memory_ratio", (after - before) / sent_mb, "x", None, note))
     return figures
 
 

@@ -14,6 +14,7 @@ import random
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import cast
 
 import uvloop
@@ -144,11 +145,21 @@ async def half_upload(port: int) -> None:
     await loop.sock_recv(own, 1000)
 
 
-async def many_messages(port: int) -> None:
-    """Sends a chat of 100,000 messages, and waits for its answer."""
-    loop, own = asyncio.get_running_loop(), await _connected(port)
-    await loop.sock_sendall(own, head(len(MANY)) + MANY)
+async def sender(kind: str, port: int) -> None:
+    """Sends the body of a kind, and waits for its answer and a little longer."""
+    loop, own, body = asyncio.get_running_loop(), await _connected(port), BODIES[kind]
+    await loop.sock_sendall(own, head(len(body)) + body)
     await loop.sock_recv(own, 1000)
+    await asyncio.sleep(0.03)
+    own.close()
+
+
+def _with_tools(count: int, depth: int, width: int) -> bytes:
+    """Return a chat with so many tools, whose parameters are so many objects around a list of so many numbers."""
+    parameters = '{"a":' * depth + json.dumps([0] * width, separators=(",", ":")) + "}" * depth
+    tool = f'{{"type":"function","function":{{"name":"f","parameters":{parameters}}}}}'
+    tools = ",".join([tool] * count)
+    return f'{{"model":"m","messages":[{json.dumps(_SHORT)}],"max_tokens":1,"tools":[{tools}]}}'.encode()
 
 
 async def wrong_key(port: int) -> None:
@@ -169,7 +180,29 @@ async def connection(port: int) -> None:
     own.close()
 
 
-MANY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}] * 100_000, "max_tokens": 1}).encode()
+_SHORT = {"role": "user", "content": "a"}
+
+
+def _with_messages(count: int) -> bytes:
+    return json.dumps({"model": "m", "messages": [_SHORT] * count, "max_tokens": 1}).encode()
+
+
+# Bodies that hostile clients send. `deep`: deeper than a gateway takes. `nested`: 29 KB, `repeated`: 230 KB, whose prompts under
+# MULTIPLYING have some 250 times as many characters. `quadratic`: some 2 million iterations under MULTIPLYING.
+BODIES = {
+    "many_messages": _with_messages(100_000),
+    "deep": _with_tools(5, 940, 1),
+    "nested": _with_tools(5, 118, 2_550),
+    "repeated": _with_tools(40, 118, 2_550),
+    "quadratic": _with_messages(2_000),
+}
+# A template that multiplies what a client sends, as some models' do: indented tools, and a look at all later messages.
+MULTIPLYING = (
+    "{% for tool in tools or [] %}{{ tool | tojson(indent=4) }}{% endfor %}"
+    "{% for m in messages %}{% for later in messages[loop.index:] %}{% if later.role == 'x' %}x{% endif %}{% endfor %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+)
+MULTIPLIED = frozenset({"deep", "nested", "repeated", "quadratic"})
 # Kind -> (what one client does repeatedly, number of clients).
 HOSTILE: dict[str, tuple[Callable[[int], Awaitable[None]], int]] = {
     "slow_readers": (slow_reader, 200),
@@ -177,9 +210,10 @@ HOSTILE: dict[str, tuple[Callable[[int], Awaitable[None]], int]] = {
     "slow_bodies": (slow_body_writer, 500),
     "pipeliners": (pipeliner, 50),
     "half_uploads": (half_upload, 16),
-    "many_messages": (many_messages, 2),
+    "many_messages": (partial(sender, "many_messages"), 2),
     "wrong_keys": (wrong_key, 30),
     "connections": (connection, 30),
+    **{kind: (partial(sender, kind), 4) for kind in sorted(MULTIPLIED)},
 }
 
 

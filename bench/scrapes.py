@@ -20,7 +20,7 @@ import aiohttp
 import uvloop
 
 from bench.figures import Figure
-from bench.timed_router import TurnTimer
+from bench.timed_service import TurnTimer
 from pointsman_common.io.logs import configure_logs
 from pointsman_gateway.core.request_usage import RequestUsage
 from pointsman_gateway.io import main

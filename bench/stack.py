@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,7 @@ from tests.support.processes.envoy import EnvoySettings, command, configuration,
 from tests.support.processes.pointsman import pointsman_command
 from tests.support.processes.process import free_port
 from tests.support.router import Client, Report
-from tests.support.waiting import until
+from tests.support.waiting import eventually, until
 
 MODEL = "m"  # also the model of Report's instances
 DYNAMO_BLOCK_SIZE, DYNAMO_CONTEXT = 16, 131_072
@@ -178,17 +179,34 @@ async def _answers(channel: grpc.aio.Channel) -> None:
             await asyncio.sleep(0.05)
 
 
+async def longest_turn(pid: int, turns_file: Path) -> dict[str, float]:
+    """Return the longest turn of a timed service's event loop since the last call: `cpu_ms`, `clock_ms`; and its `rss_mb`."""
+    told = partial(_lines, turns_file)
+    before = len(told())
+    os.kill(pid, signal.SIGUSR1)
+    await eventually(lambda: len(told()) > before, "the service tells its turns", READY_WITHIN_S)
+    turn: dict[str, float] = json.loads(told()[-1])
+    return turn
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
+
+
 @contextlib.asynccontextmanager
 async def pointsman(
-    engines: list[ServerProcess], model: str, *flags: str, max_model_len: int = 0
+    engines: list[ServerProcess], model: str, *flags: str, max_model_len: int = 0, turns_file: Path | None = None
 ) -> AsyncIterator[tuple[ServerProcess, ServerProcess]]:
     """Run a router and a gateway with exact tokens before `engines`; yield gateway and router.
 
-    `max_model_len` is reported for the engines (0: not reported).
+    `max_model_len` is reported for the engines (0: not reported). `turns_file`: for longest_turn() of the gateway.
     """
     async with router() as (router_at, placing):
         port = free_port()
-        command = pointsman_command("gateway", "--listen", f"127.0.0.1:{port}", "--routers", router_at, *flags)
+        words = ["gateway", "--listen", f"127.0.0.1:{port}", "--routers", router_at, *flags]
+        command = pointsman_command(*words)
+        if turns_file is not None:
+            command = [sys.executable, "-m", "bench.timed_service", str(turns_file), *words]
         with process([*command, "--log-level", "error"]) as child:
             async with _reported(engines, router_at, model, max_model_len):
                 await wait_until_ready(port)

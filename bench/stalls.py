@@ -1,6 +1,6 @@
 """Longest blocks of a router's event loop, and placement times meanwhile, on large fleets: `python -m bench stalls`.
 
-Takes two minutes. The router (timed_router.py) and the agents are separate processes. This process requests placements, with a
+Takes two minutes. The router (timed_service.py) and the agents are separate processes. This process requests placements, with a
 pause of PROBE_INTERVAL_S after each. A turn is one iteration of the event loop, measured in ms of the router's CPU time.
 """
 
@@ -10,9 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -187,7 +185,7 @@ class TimedRouter:
         with tempfile.TemporaryDirectory() as folder:
             turns_file = Path(folder) / "turns"
             turns_file.touch()
-            command = [sys.executable, "-m", "bench.timed_router", str(turns_file), "--listen", address]
+            command = [sys.executable, "-m", "bench.timed_service", str(turns_file), "router", "--listen", address]
             command += ["--metrics-listen", "", "--console-listen", console, "--log-level", "error", *flags]
             with stack.process(command) as child:
                 async with open_channel(address) as channel:
@@ -246,11 +244,7 @@ class TimedRouter:
             session.call.cancel()
 
     async def _tell(self) -> dict[str, float]:
-        before = self._turns_file.read_text()
-        os.kill(self._pid, signal.SIGUSR1)
-        await eventually(lambda: len(self._turns_file.read_text()) > len(before), "the router tells its turns")
-        turn: dict[str, float] = json.loads(self._turns_file.read_text().splitlines()[-1])
-        return turn
+        return await stack.longest_turn(self._pid, self._turns_file)
 
 
 async def _probe(session: Session, waits: list[float], pause_s: float) -> None:

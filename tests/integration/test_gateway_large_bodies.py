@@ -11,6 +11,7 @@ import pytest
 from pointsman_gateway.core.api import Endpoint, decode_body
 from pointsman_gateway.core.request import prepare
 from pointsman_gateway.core.tokens.chat_template import ChatTemplate
+from pointsman_gateway.core.tokens.render_budget import OverBudget, RenderLimits
 from pointsman_gateway.io.request import threaded_preparer
 from tests.support.fakes.gateway_peers import MODEL, stack
 from tests.support.gateway_requests import ask
@@ -88,3 +89,70 @@ async def test_what_is_only_looked_at_is_charged(
             shown = headers | {"Authorization": f"Bearer {key}"}
             assert [(await ask(up, PATH, body, **shown))[0] for _ in range(2)] == [status, 429], key
         assert all(engine.requests == [] for engine in up.engines)
+
+
+INDENTED = (
+    "{% for tool in tools or [] %}{{ tool | tojson(indent=4) }}{% endfor %}"
+    "{% for m in messages %}{% for n in messages[loop.index:] %}{{ n.role[:0] }}{% endfor %}{{ m.content }}{% endfor %}"
+)
+
+
+CONTEXT = 400_000
+EVERYTHING = RenderLimits()
+
+
+def with_tools(depth: int, width: int) -> dict[str, Any]:
+    """Return a body whose five tools have parameters that are nested so deep, around a list of so many numbers."""
+    parameters: Any = [0] * width
+    for _ in range(depth):
+        parameters = {"a": parameters}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    return SMALL | {"messages": [{"role": "user", "content": "a"}], "tools": [tool] * 5}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "threads"),
+    [
+        (with_tools(600, 1), 400, "invalid_json", []),
+        (with_tools(120, 5_000), 400, "context_length_exceeded", ["loop", "thread"]),
+        (with_tools(100, 1), 200, None, ["loop", "thread"]),
+        (SMALL | {"messages": [{"role": "user", "content": "a"}] * 1_000}, 200, None, ["loop", "thread"]),
+        (SMALL | {"messages": [{"role": "user", "content": "a"}] * 50}, 200, None, ["loop"]),
+    ],
+    ids=["deep", "wide", "long", "quadratic", "short"],
+)
+async def test_what_a_template_multiplies_is_rendered_in_a_thread_up_to_the_context(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    body: dict[str, Any],
+    status: int,
+    code: str | None,
+    threads: list[str],
+) -> None:
+    seen: list[tuple[str, RenderLimits, int]] = []
+    here, read = threading.get_ident(), ChatTemplate.read
+
+    def noted(self: ChatTemplate, asked: Any, limits: RenderLimits = EVERYTHING) -> Any:
+        if limits == EVERYTHING:  # the test's fake engine renders in this process, too
+            return read(self, asked, limits)
+        thread = "loop" if threading.get_ident() == here else "thread"
+        try:
+            rendered = read(self, asked, limits)
+        except OverBudget as over:
+            seen.append((thread, limits, over.characters))
+            raise
+        seen.append((thread, limits, len(rendered.text)))
+        return rendered
+
+    async with stack(tmp_path, template=INDENTED) as up:
+        for model in up.gateway.pools.states():
+            model.pool.max_model_len = CONTEXT
+        monkeypatch.setattr(ChatTemplate, "read", noted)
+        got, answer = await ask(up, PATH, body)
+        assert (got, (answer.get("error") or {}).get("code")) == (status, code)
+        assert len(up.router.places) == (status == 200)
+        assert [thread for thread, _, _ in seen] == threads
+        for thread, limits, length in seen:
+            assert limits.light is (thread == "loop")
+            # Each text that a template writes is within the limit, and so is what was there before it.
+            assert length <= 2 * limits.text

@@ -18,8 +18,8 @@ from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placem
 from pointsman_common.core.block_keys import KEY_SCHEME
 from pointsman_common.io.channel import SERVER_OPTIONS
 from pointsman_gateway.core.api import Endpoint, parse
-from pointsman_gateway.core.tokens.chat_template import Unrenderable
 from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman_gateway.core.tokens.render_budget import Unrenderable
 from pointsman_gateway.io.main import serving
 from pointsman_gateway.io.settings import GatewaySettings
 from pointsman_gateway.io.tokenizer_files import load_tokenizer

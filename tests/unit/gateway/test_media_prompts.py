@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from pointsman_gateway.core.api import Endpoint, parse
 from pointsman_gateway.core.tokens import split_points
-from pointsman_gateway.core.tokens.chat_template import ChatTemplate, Unrenderable
+from pointsman_gateway.core.tokens.chat_template import ChatTemplate
 from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer, Prompt
+from pointsman_gateway.core.tokens.render_budget import Unrenderable
 from pointsman_gateway.core.tokens.token_cache import TokenCache
 from tests.support import tokenizer_families
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from pointsman_gateway.core.api import ApiRequestError, Endpoint, parse
-from pointsman_gateway.core.tokens.chat_template import ChatTemplate, Unrenderable
+from pointsman_gateway.core.tokens.chat_template import ChatTemplate
+from pointsman_gateway.core.tokens.render_budget import Unrenderable
 from pointsman_gateway.io.tokenizer_files import TokenizerNotFound, find_tokenizer, load_tokenizer
 from tests.support.tiny_tokenizer import CHATML, make_tokenizer
 

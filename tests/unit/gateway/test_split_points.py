@@ -18,8 +18,8 @@ from pointsman_common.core.block_keys import prompt_keys
 from pointsman_gateway.core.api import Endpoint, parse
 from pointsman_gateway.core.request.prepare import set_keys
 from pointsman_gateway.core.tokens import split_points
-from pointsman_gateway.core.tokens.chat_template import Unrenderable
 from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer, Prompt
+from pointsman_gateway.core.tokens.render_budget import Unrenderable
 from pointsman_gateway.core.tokens.split_points import SplitPoints, split_points_for
 from pointsman_gateway.core.tokens.token_cache import ENTRY_BYTES, RUN_TOKENS, ByteBoundedLru, TokenCache
 from tests.support import tokenizer_families

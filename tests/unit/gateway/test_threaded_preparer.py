@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
+from contextlib import suppress
+from functools import partial
 
+from pointsman_gateway.core.tenants import ANYONE, Client
 from pointsman_gateway.io.request.threaded_preparer import _Threads
 
 
@@ -19,18 +24,56 @@ async def test_who_leaves_while_waiting_leaves_nothing_behind() -> None:
         return "done"
 
     try:
-        first = asyncio.create_task(threads.run(busy))
+        first = asyncio.create_task(threads.run(ANYONE, busy))
         await begun.wait()
         first.cancel()  # it is left, and its thread goes on
-        waiting = [asyncio.create_task(threads.run(lambda: "never")) for _ in range(9)]
+        waiting = [asyncio.create_task(threads.run(ANYONE, lambda: "never")) for _ in range(9)]
         await asyncio.sleep(0)
         for task in waiting:
             task.cancel()
         await asyncio.gather(first, *waiting, return_exceptions=True)
         assert threads._executor._work_queue.qsize() == 0
-        last = asyncio.create_task(threads.run(lambda: "last"))
+        last = asyncio.create_task(threads.run(ANYONE, lambda: "last"))
         go_on.set()
         assert await last == "last"
     finally:
         go_on.set()
+        threads.close()
+
+
+async def test_clients_take_turns_at_a_thread() -> None:
+    threads, go_on, done = _Threads(1, "test"), threading.Event(), list[str]()
+    red, blue = Client("red", b"1"), Client("blue", b"2")
+    try:
+        busy = asyncio.create_task(threads.run(red, go_on.wait))
+        works = [(client, partial(done.append, client.tenant)) for client in (red, red, red, blue)]
+        tasks = [asyncio.create_task(threads.run(client, work)) for client, work in works]
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(busy, *tasks)
+        assert done == ["red", "blue", "red", "red"]
+    finally:
+        go_on.set()
+        threads.close()
+
+
+async def test_an_error_keeps_no_body_in_memory() -> None:
+    class Body:
+        pass
+
+    threads, kept = _Threads(1, "test"), list[weakref.ref[Body]]()
+
+    def refused() -> None:
+        body = Body()
+        kept.append(weakref.ref(body))
+        raise ValueError
+
+    gc.disable()
+    try:
+        with suppress(ValueError):
+            await threads.run(ANYONE, refused)
+        await asyncio.wait_for(threads.run(ANYONE, lambda: None), 5)  # the thread itself has let go of the first work
+        assert [ref() for ref in kept] == [None]
+    finally:
+        gc.enable()
         threads.close()

@@ -505,7 +505,7 @@ class Gateway:
             client.tenant == DEFAULT_TENANT,
             self._settings.max_sequences,
         )
-        call = await self._preparer.parse(endpoint, request.body, rules, self.pools.context_of)
+        call = await self._preparer.parse(client, endpoint, request.body, rules, self.pools.context_of)
         request.body = b""
         for name in call.stripped:
             self.telemetry.stripped.labels(name).inc()

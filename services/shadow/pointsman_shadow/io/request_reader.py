@@ -17,8 +17,8 @@ from pointsman_gateway.core.rate_limits import KeyCharge
 from pointsman_gateway.core.request.prepare import RequestPreparer, Tokens
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.tenants import ANYONE
-from pointsman_gateway.core.tokens.chat_template import Unrenderable
 from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman_gateway.core.tokens.render_budget import Unrenderable
 from pointsman_gateway.core.tokens.token_cache import TokenCache
 from pointsman_gateway.io.tokenizer_files import HubRules, find_tokenizer, load_tokenizer
 from pointsman_shadow.core.pending_requests import ArrivedRequest

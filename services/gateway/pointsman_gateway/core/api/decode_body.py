@@ -8,7 +8,9 @@ memory, so a limit on the size of a body alone is too weak.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -18,6 +20,9 @@ from pointsman_gateway.core.api.errors import ApiRequestError
 MAX_OBJECTS = 1 << 17  # objects and lists
 MAX_STRINGS = 1 << 20  # including field names
 MAX_VALUES = 1 << 22  # a number takes at most 40 bytes
+# Maximum depth of nested objects and lists, in a body and in JSON inside its strings. Rust's serde_json has the same one. A JSON
+# schema takes two for each level of its own; templates indent by the depth, so what they write grows with its square.
+MAX_DEPTH = 128
 # Size of the pieces that are decoded at once, bytes.
 PIECE_BYTES = 32 << 10
 # Limits of a light body: bytes, objects and lists, and the items of all of them. It takes a few milliseconds from its bytes to
@@ -27,7 +32,7 @@ LIGHT_BYTES, LIGHT_OBJECTS, LIGHT_ITEMS = 1 << 20, 2_048, 1 << 16
 # Decoding this many objects takes a millisecond. Code has about 8 brackets per 1,000 characters.
 LIGHT_BRACKETS = 16_384
 # Depth from which values are decoded at once: nothing large is expected below a content part or a tool call's function.
-_MAX_DEPTH = 6
+_DEPTH_IN_PIECES = 6
 _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"{[")
 _INNER = (dict, list)
 # Limits of a light body's numbers with a fraction or an exponent: how many, and characters of one. Some take 7 us to decode.
@@ -47,7 +52,7 @@ def decode_light(raw: bytes) -> Any:
         body = msgspec.json.decode(raw) if small else _decoded_with_few_floats(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, _ManyFloats):
         return None
-    return body if small or _is_small_tree(body) else None
+    return body if _is_small_tree(body) else None
 
 
 class _ManyFloats(Exception):
@@ -68,23 +73,40 @@ def _decoded_with_few_floats(raw: bytes) -> Any:
 
 
 def _is_small_tree(value: Any) -> bool:
-    """Return whether a decoded value has at most LIGHT_OBJECTS objects and lists, with at most LIGHT_ITEMS items in all. JSON in
-    the arguments of tool calls counts, because templates get it decoded."""
-    level = [value] if type(value) in _INNER else []
+    """Return whether a decoded value has at most LIGHT_OBJECTS objects and lists, with at most LIGHT_ITEMS items in all, at most
+    MAX_DEPTH deep. JSON in the arguments of tool calls counts, because templates get it decoded."""
     objects = items = 0
-    while level:
+    for depth, level in enumerate(_levels(value), 1):
         objects += len(level)
         items += sum(map(len, level))
         items += sum(_items_in_text(entry.get("arguments")) for entry in level if type(entry) is dict)
-        if objects > LIGHT_OBJECTS or items > LIGHT_ITEMS:
+        if objects > LIGHT_OBJECTS or items > LIGHT_ITEMS or depth > MAX_DEPTH:
             return False
+    return True
+
+
+def _levels(value: Any) -> Iterator[list[Any]]:
+    """Yield the objects and lists of each depth of a decoded value, from the outermost."""
+    level = [value] if type(value) in _INNER else []
+    while level:
+        yield level
         level = [
             part
             for entry in level
             for part in (entry.values() if type(entry) is dict else entry)
             if type(part) in _INNER
         ]
-    return True
+
+
+def check_depth(value: Any, what: str = "request body is") -> None:
+    """Raises ApiRequestError if a decoded value is nested deeper than MAX_DEPTH. `what`: the value, in words."""
+    if next(islice(_levels(value), MAX_DEPTH, None), None) is not None:
+        raise too_deep(what)
+
+
+def too_deep(what: str = "request body is") -> ApiRequestError:
+    """Return the error for a value, `what` in words, that is nested too deeply."""
+    return ApiRequestError(400, f"The {what} nested deeper than {MAX_DEPTH} objects and lists.", code="invalid_json")
 
 
 def _items_in_text(text: object) -> int:
@@ -93,16 +115,19 @@ def _items_in_text(text: object) -> int:
 
 def decode_body(raw: bytes) -> Any:
     """Return msgspec.json.decode(raw), decoded in pieces unless the body is small. Raises what msgspec.json.decode() raises, and
-    ApiRequestError for too many values."""
-    if len(raw) <= PIECE_BYTES:
-        return msgspec.json.decode(raw)
+    ApiRequestError for too many values, or values that are nested too deeply."""
     _check_values(raw)
-    return _decoded(raw, 0)
+    try:
+        body = _decoded(raw, 0)
+    except RecursionError:
+        raise too_deep() from None
+    check_depth(body)
+    return body
 
 
 def _decoded(raw: bytes | msgspec.Raw, depth: int) -> Any:
     """Decode one value in pieces of about PIECE_BYTES."""
-    if len(raw) <= PIECE_BYTES or depth >= _MAX_DEPTH:
+    if len(raw) <= PIECE_BYTES or depth >= _DEPTH_IN_PIECES:
         return msgspec.json.decode(raw)
     first, second = _beginning(raw)
     if first == b"{":

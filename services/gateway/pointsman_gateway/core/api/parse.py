@@ -74,11 +74,9 @@ def parse(
     bytes."""
     try:
         return _parse(endpoint, raw, rules, context_of, light_body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         half = _half_of_a_pair(raw)
-        if isinstance(error, RecursionError):
-            reason = "nested too deeply"
-        elif half is not None:
+        if half is not None:
             # Clients that cut texts by UTF-16 units send them; JSON parsers differ in what they make of them.
             reason = f"not valid text: half of a surrogate pair, {half[1].decode()}, at byte {half.start(1)}"
         else:

@@ -15,8 +15,8 @@ import msgspec
 
 from pointsman_gateway.core.api import ApiRequestError, Endpoint
 from pointsman_gateway.core.api.parse import parse
-from pointsman_gateway.core.tokens.chat_template import Unrenderable
 from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman_gateway.core.tokens.render_budget import Unrenderable
 from pointsman_gateway.core.tokens.token_cache import TokenIds
 
 # Tokens of the prompt that are decoded with those of the text: what a token stands for may depend on the one before it.

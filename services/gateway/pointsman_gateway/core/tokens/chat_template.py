@@ -20,8 +20,16 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
-import jinja2.sandbox
 import msgspec
+
+from pointsman_gateway.core.api.decode_body import MAX_DEPTH, check_depth, too_deep
+from pointsman_gateway.core.tokens.render_budget import (
+    MeteredEnvironment,
+    RenderLimits,
+    Unrenderable,
+    metered,
+    whole_text,
+)
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
 _PART_FIELDS = frozenset({"type", "text", "thinking", "refusal", "closed", "uuid", "name"})
@@ -35,7 +43,6 @@ _MEDIA_TYPES = {
     "video_url": "video",
 }
 _MEDIA_TAG = "MEDIA_TAG"
-_DICT_ATTRIBUTES = frozenset(dir(dict))
 _BILLING_HEADER = "x-anthropic-billing-header"
 _RESERVED_KWARGS = frozenset(
     {"messages", "tools", "documents", "chat_template", "tokenize", "return_dict", "continue_final_message", "padding"}
@@ -46,6 +53,7 @@ _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # prefill and transfer are four and a half minutes; the rest allows for clock differences. It is not a whole number of minutes or
 # seconds, so that a format which shows only minutes or only seconds changes too.
 RENDERED_APART = timedelta(seconds=617.3)
+_LIMITS = RenderLimits()
 Message = dict[str, Any]
 
 
@@ -59,10 +67,6 @@ class Rendered:
     known: int
     media: bytes = b""
     steady: bool = True
-
-
-class Unrenderable(Exception):
-    """A prompt's tokens cannot be computed outside the engine."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -83,40 +87,19 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox that vLLM renders in, with a short way for `message.role`: it looks for an attribute of that name first, and
-    raises and catches an AttributeError for each key of each message."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
-            return obj[attribute]
-        return super().getattr(obj, attribute)
-
-
 class ChatTemplate:
     """One compiled template. `special_tokens` (bos_token, ...) are variables of the template; strftime_now reads `clock`."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], clock: Callable[[], datetime]) -> None:
         """Raises jinja2.TemplateError if `source` is not a valid template."""
-        environment = _Environment(
+        environment = MeteredEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
-        environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         self._clock = clock
         tree = environment.parse(source)
         self._source = source
-        self._template = environment.from_string(source)
+        self._template = environment.compiled(source)
         self._globals = dict(self._template.globals)
         self._special_tokens = dict(special_tokens)
         self._variables = jinja2.meta.find_undeclared_variables(tree)
@@ -130,24 +113,24 @@ class ChatTemplate:
             raise Unrenderable("a content part that is not text")
         return rendered.text
 
-    def read(self, body: Mapping[str, Any]) -> Rendered:
-        """Return the rendered prompt of a `body`, which may have media if the template shows media itself. Raises
-        Unrenderable."""
+    def read(self, body: Mapping[str, Any], limits: RenderLimits = _LIMITS) -> Rendered:
+        """Return the rendered prompt of a `body`, which may have media if the template shows media itself. Raises Unrenderable,
+        as OverBudget if it exceeds `limits`, and ApiRequestError for arguments of tool calls that are nested too deeply."""
         media = next(_media(body["messages"]), None) if self.parts_as_dicts else None
         if media is None:
-            text, steady = self._render(body)
+            text, steady = self._render(body, limits)
             return Rendered(text, len(text), steady=steady)
         if body.get("continue_final_message") is True:
             raise Unrenderable("media in a message to be continued")
         # The text before the first media part equals the prompt with a text in the part's place. If a template treats prompts
         # with media differently (omits the system prompt, moves media to the front), the two prompts differ before that place.
-        (text, steady), (marked, _) = self._render(body), self._render(body, mark=_MEDIA_TAG)
+        (text, steady), (marked, _) = self._render(body, limits), self._render(body, limits, _MEDIA_TAG)
         known = marked.find(_MEDIA_TAG)
         if known < 0:
             raise Unrenderable("the template drops what is in the place of media")
         return Rendered(text, _same(text, marked, known), msgspec.json.encode(media, order="sorted"), steady)
 
-    def _render(self, body: Mapping[str, Any], mark: str = "") -> tuple[str, bool]:
+    def _render(self, body: Mapping[str, Any], limits: RenderLimits, mark: str = "") -> tuple[str, bool]:
         """Return the text, and whether it is steady. `mark` replaces media parts."""
         continue_final = body.get("continue_final_message") is True
         # The engine's default is True, also with continue_final_message, which forbids it: the engine refuses that request.
@@ -182,7 +165,12 @@ class ChatTemplate:
                 **kwargs,
                 "add_generation_prompt": add_generation,
             }
-            text = "".join(self._template.root_render_func(self._template.new_context(names, shared=True)))
+            with metered(limits) as meter:
+                text = whole_text(
+                    self._template.root_render_func(self._template.new_context(names, shared=True)), meter
+                )
+        except Unrenderable:
+            raise
         except Exception as error:  # a template may raise any exception on a client's content
             raise Unrenderable(f"the chat template failed: {type(error).__name__}") from error
         steady = not asked_clock or self._steady(asked_clock)
@@ -304,10 +292,7 @@ def _tool_calls(calls: object) -> Message:
             raise Unrenderable("a tool call that is no function")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                arguments = {}
+            arguments = _loaded(arguments)
         # The engine's own types omit unknown fields and write the others in this order.
         known: Message = {name: call[name] for name in ("id",) if name in call}
         known["function"] = {
@@ -316,6 +301,19 @@ def _tool_calls(calls: object) -> Message:
         }
         done.append(known | {name: call[name] for name in ("type",) if name in call})
     return {"tool_calls": done} if done else {}
+
+
+def _loaded(arguments: str) -> Any:
+    """Return decoded arguments of a tool call; {} if they are no JSON. Raises ApiRequestError if they are nested too deeply."""
+    try:
+        loaded = json.loads(arguments)
+    except ValueError:
+        return {}
+    except RecursionError:
+        raise too_deep("arguments of a tool call are") from None
+    if arguments.count("{") + arguments.count("[") > MAX_DEPTH:
+        check_depth(loaded, "arguments of a tool call are")
+    return loaded
 
 
 def _tools(tools: object) -> list[dict[str, Any]] | None:

@@ -17,7 +17,14 @@ from pointsman_gateway.core.api import ApiCall, Endpoint
 from pointsman_gateway.core.api.anthropic_messages import DISABLED, disabled_effort, merged_system
 from pointsman_gateway.core.api.prompt_length import check_tokens
 from pointsman_gateway.core.tokens import tokenizer_probes
-from pointsman_gateway.core.tokens.chat_template import ChatTemplate, Rendered, Unrenderable
+from pointsman_gateway.core.tokens.chat_template import ChatTemplate, Rendered
+from pointsman_gateway.core.tokens.render_budget import (
+    OverBudget,
+    RenderLimits,
+    Unrenderable,
+    light_limits,
+    thread_limits,
+)
 from pointsman_gateway.core.tokens.split_points import SplitPoints, split_points_for
 from pointsman_gateway.core.tokens.token_cache import TokenCache, TokenIds
 from pointsman_gateway.core.tokens.word_tokenizer import word_tokenizer_for
@@ -36,6 +43,7 @@ LARGE_PIECE_CHARS = 1 << 20
 # library's results are read, and freed, with the interpreter lock: for so many characters that takes some 10 ms.
 _BATCH_CHARS = 1 << 18
 _NONE: TokenIds = array("I")
+_LIMITS = RenderLimits()
 
 
 @dataclass(frozen=True)
@@ -141,16 +149,22 @@ class ModelTokenizer:
         rendered = self._rendered_probes()
         self.split_points = self._tried(split_points_for(tokenizer, rendered), rendered)
 
-    def prepare(self, call: ApiCall, context: int = 0) -> PendingPrompt:
+    def prepare(self, call: ApiCall, context: int = 0, *, light: bool = False) -> PendingPrompt:
         """Return `call`'s prompt as the engine will see it: rendered, with the cached tokens of its pieces. `context`: maximum
-        number of tokens that are of use (0: unknown). Raises Unrenderable if the prompt cannot be rendered outside the engine,
-        and ContextExceeded if it has too many characters for `context`."""
+        number of tokens that are of use (0: unknown). `light`: within the limits of the event loop. Raises Unrenderable if the
+        prompt cannot be rendered outside the engine (OverBudget: or not within the limits), ContextExceeded if it has too many
+        characters for `context`, and ApiRequestError."""
         if call.untokenizable:
             raise Unrenderable(call.untokenizable)
         if call.chat is not None:
             chat = self._anthropic(call.chat) if call.endpoint is Endpoint.MESSAGES else call.chat
-            rendered = self._rendered(chat)
-            self._check_chars(call.endpoint, rendered.text, context)
+            most = context * self._max_token_chars
+            limits = light_limits(most, len(call.payload)) if light else thread_limits(most)
+            try:
+                rendered = self._rendered(chat, limits)
+            except OverBudget as over:
+                self._check_chars(call.endpoint, over.characters, context)
+                raise
             special = chat.get("add_special_tokens") is True
             read = self._head if rendered.media else self._whole
             text = read(rendered, add_special_tokens=special)
@@ -161,7 +175,7 @@ class ModelTokenizer:
             given = [given]
         for prompt in given:
             if isinstance(prompt, str):
-                self._check_chars(call.endpoint, prompt, context)
+                self._check_chars(call.endpoint, len(prompt), context)
         return PendingPrompt(
             self,
             [
@@ -171,11 +185,11 @@ class ModelTokenizer:
             context,
         )
 
-    def _check_chars(self, endpoint: Endpoint, text: str, context: int) -> None:
+    def _check_chars(self, endpoint: Endpoint, characters: int, context: int) -> None:
         """Raises ContextExceeded if a text has more characters than `context` tokens can have, as vLLM does (renderers/params.py,
         `_text_len_check`)."""
-        if context and len(text) > context * self._max_token_chars:
-            check_tokens(endpoint, -(-len(text) // self._max_token_chars), context)
+        if context and characters > context * self._max_token_chars:
+            check_tokens(endpoint, -(-characters // self._max_token_chars), context)
 
     def prompt(self, call: ApiCall) -> Prompt:
         """Return prepare(call).tokenize()."""
@@ -270,11 +284,11 @@ class ModelTokenizer:
             raise Unrenderable("a text with half a surrogate pair") from error
         return [array("I", encoding.ids) for encoding in encoded]
 
-    def _rendered(self, body: dict[str, Any]) -> Rendered:
+    def _rendered(self, body: dict[str, Any], limits: RenderLimits = _LIMITS) -> Rendered:
         template = self._tool_template if body.get("tools") is not None else self._template
         if template is None:
             raise Unrenderable("the model has no chat template")
-        return template.read(body)
+        return template.read(body, limits)
 
     def _whole(self, rendered: Rendered, *, add_special_tokens: bool) -> _Text:
         return self._text(rendered.text, add_special_tokens=add_special_tokens)

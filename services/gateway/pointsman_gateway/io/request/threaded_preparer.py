@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -16,9 +16,11 @@ from pointsman_gateway.core.api import ApiCall, ClientRules, Endpoint, parse
 from pointsman_gateway.core.api.decode_body import decode_light
 from pointsman_gateway.core.request.prepare import RequestPreparer, Tokens
 from pointsman_gateway.core.request.request_context import RequestContext
-from pointsman_gateway.core.tokens.chat_template import Unrenderable
-from pointsman_gateway.core.tokens.model_tokenizer import LARGE_PIECE_CHARS, ModelTokenizer
+from pointsman_gateway.core.tenants import Client
+from pointsman_gateway.core.tokens.model_tokenizer import LARGE_PIECE_CHARS, ModelTokenizer, PendingPrompt
+from pointsman_gateway.core.tokens.render_budget import OverBudget, Unrenderable
 from pointsman_gateway.core.tokens.token_cache import TokenCache
+from pointsman_gateway.io.request.fair_turns import FairTurns
 from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
 
 log = structlog.get_logger()
@@ -30,15 +32,21 @@ class ThreadedPreparer:
     """Prepares calls, measures the time of their prompts, and counts prompts without block keys.
 
     Large bodies are parsed and rendered in a single thread, one after the other. Python runs one thread at a time, and each
-    further thread would take another share of the event loop's time. Tokenising releases the interpreter, so it uses several
-    threads. Texts in large pieces, which take much memory, are tokenised one after the other.
+    further thread would take another share of the event loop's time. So is a light body whose prompt exceeds the limits of the
+    event loop (`render_budget`). Tokenising releases the interpreter, so it uses several threads. Texts in large pieces, which
+    take much memory, are tokenised one after the other. Clients take turns at each of these (`FairTurns`).
+
+    A prompt may have many times the characters of its body. So there are only as many large prompts at once, from their rendering
+    until they are tokenised, as there are threads that tokenise.
     """
 
     def __init__(self, telemetry: GatewayMetrics, token_cache: TokenCache, *, agent_headers: bool = True) -> None:
         self._telemetry = telemetry
         self._preparer = RequestPreparer(token_cache, agent_headers=agent_headers)
         self._large_bodies = _Threads(1, "large-bodies")
-        self._tokenizing = _Threads(max(2, os.cpu_count() or 1), "tokenizing")
+        tokenizing = max(2, os.cpu_count() or 1)
+        self._tokenizing = _Threads(tokenizing, "tokenizing")
+        self._large_prompts = FairTurns(tokenizing)
         self._large_pieces = _Threads(1, "large-pieces")
 
     def close(self) -> None:
@@ -48,11 +56,12 @@ class ThreadedPreparer:
         self._large_pieces.close()
 
     async def parse(
-        self, endpoint: Endpoint, raw: bytes, rules: ClientRules, context_of: Callable[[str], int]
+        self, client: Client, endpoint: Endpoint, raw: bytes, rules: ClientRules, context_of: Callable[[str], int]
     ) -> ApiCall:
-        """As api.parse(). `context_of` may be called in another thread."""
+        """As api.parse(), for a `client`. `context_of` may be called in another thread."""
         body = decode_light(raw)
-        return await self._done(body is not None, partial(parse, endpoint, raw, rules, context_of, light_body=body))
+        work = partial(parse, endpoint, raw, rules, context_of, light_body=body)
+        return await self._done(client, body is not None, work)
 
     async def prepare(self, context: RequestContext, *, dry: bool) -> None:
         """Complete the context of a request: its tokens, block keys and session. Raises ApiRequestError if the prompt is too
@@ -67,43 +76,64 @@ class ThreadedPreparer:
             except Unrenderable as reason:
                 log.debug("placed without keys", request_id=context.request_id, reason=str(reason))
         if tokens is None:
-            tokens = await self._done(call.light, partial(self._preparer.estimate, call))
+            tokens = await self._done(context.client, call.light, partial(self._preparer.estimate, call))
         if not tokens.keys and call.endpoint.generates:
             self._telemetry.placed_without_keys(context.state.pool.model)
         self._preparer.prepare(context, tokens, time.monotonic(), dry=dry)
 
     async def _tokens(self, context: RequestContext, tokenizer: ModelTokenizer) -> Tokens:
         """Return the tokens and keys of the (first) prompt. Raises Unrenderable and ApiRequestError."""
-        light, limit = context.call.light, context.state.pool.max_model_len
+        call, limit = context.call, context.state.pool.max_model_len
         with self._telemetry.tokenize.time():
-            pending = await self._done(light, partial(tokenizer.prepare, context.call, limit))
-            threads = self._large_pieces if pending.longest_missing > LARGE_PIECE_CHARS else self._tokenizing
-            prompt = await pending.tokenize_by(threads.run)
-            return await self._done(light, partial(self._preparer.tokens, context, prompt))
+            if call.light:
+                try:
+                    pending = tokenizer.prepare(call, limit, light=True)
+                except OverBudget:
+                    call.light = False
+                else:
+                    return await self._tokenized(context, pending)
+            async with self._large_prompts.turn(context.client):
+                pending = await self._large_bodies.run(context.client, partial(tokenizer.prepare, call, limit))
+                return await self._tokenized(context, pending)
 
-    async def _done(self, light: bool, work: Callable[[], _Made]) -> _Made:
+    async def _tokenized(self, context: RequestContext, pending: PendingPrompt) -> Tokens:
+        threads = self._large_pieces if pending.longest_missing > LARGE_PIECE_CHARS else self._tokenizing
+        prompt = await pending.tokenize_by(partial(threads.run, context.client))
+        return await self._done(context.client, context.call.light, partial(self._preparer.tokens, context, prompt))
+
+    async def _done(self, client: Client, light: bool, work: Callable[[], _Made]) -> _Made:
         """Return the result of `work`, which runs in a thread unless the body is `light`."""
         if light:
             return work()
-        return await self._large_bodies.run(work)
+        return await self._large_bodies.run(client, work)
 
 
 class _Threads:
-    """A fixed number of threads with a queue of waiting coroutines. An executor's own queue would keep the work, and the body, of
-    a client that has disconnected."""
+    """A fixed number of threads, at which clients take turns. An executor's own queue would keep the work, and the body, of a
+    client that has disconnected."""
 
     def __init__(self, count: int, name: str) -> None:
         self._executor = ThreadPoolExecutor(count, name)
-        self._free = asyncio.Semaphore(count)
+        self._turns = FairTurns(count)
 
     def close(self) -> None:
         """Start no further work."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def run(self, work: Callable[[], _Made]) -> _Made:
-        """Run `work` in a thread and return its result. If the caller is cancelled, the thread stays busy until `work` has
-        ended."""
-        await self._free.acquire()
+    async def run(self, client: Client, work: Callable[[], _Made]) -> _Made:
+        """Run `work` of `client` in a thread and return its result. If the caller is cancelled, the thread stays busy until
+        `work` has ended."""
+        await self._turns.take(client)
         running = asyncio.get_running_loop().run_in_executor(self._executor, work)
-        running.add_done_callback(lambda _: self._free.release())
-        return await asyncio.shield(running)
+        running.add_done_callback(self._ended)
+        try:
+            return await asyncio.shield(running)
+        finally:
+            # An error refers to this frame by its traceback, and to the frames of `work`, which have the body. With the future,
+            # which refers to the error, they would be a cycle, and the body would stay in memory until it is collected.
+            del running
+
+    def _ended(self, running: asyncio.Future[Any]) -> None:
+        self._turns.give_back()
+        if not running.cancelled():
+            running.exception()  # none is left to see it if the caller was cancelled

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pointsman_gateway.core.tokens.chat_template import Unrenderable
 from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman_gateway.core.tokens.render_budget import Unrenderable
 from pointsman_gateway.core.tokens.tokenizer_probes import CHATS, TEXTS
 from pointsman_gateway.io.engines.engine_client import Upstream
 

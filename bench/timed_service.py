@@ -1,9 +1,9 @@
-"""`pointsman router` in a process that measures how long the turns of its event loop take.
+"""A service of Pointsman in a process that measures how long the turns of its event loop take.
 
-`python -m bench.timed_router FILE FLAGS...`. On SIGUSR1 it appends a line of JSON to FILE: the longest turn since the last signal
-and the memory in MB. The turn is in ms, both of the CPU time of the loop's thread and of the clock. CPU time is what the router
-needs; clock time also includes delays by other processes. A timer of 1 ms reads both, so a turn may be reported up to 1 ms too
-long.
+`python -m bench.timed_service FILE SERVICE FLAGS...` runs `pointsman SERVICE FLAGS...`. On SIGUSR1 it appends a line of JSON to
+FILE: the longest turn since the last signal and the memory in MB. The turn is in ms, both of the CPU time of the loop's thread
+and of the clock. CPU time is what the service needs; clock time also includes delays by other threads and processes. A timer of
+1 ms reads both, so a turn may be reported up to 1 ms too long.
 """
 
 from __future__ import annotations
@@ -65,5 +65,5 @@ if __name__ == "__main__":
         run(timed(), **loop)
 
     uvloop.run = run_timed  # type: ignore[assignment]
-    sys.argv = ["pointsman", "router", *sys.argv[2:]]
+    sys.argv = ["pointsman", *sys.argv[2:]]
     runpy.run_module("pointsman_cli.main", run_name="__main__", alter_sys=True)
