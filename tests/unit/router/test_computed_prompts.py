@@ -25,31 +25,39 @@ def keys_of(words: Words) -> list[int]:
 
 
 class Prompts(RuleBasedStateMachine):
-    """Each key of the model has the words that it stands for; the least recently used is first."""
+    """Each key of the model has the words that it stands for, and the number of its last use. The least recently used is first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.known = ComputedPrompts(ROOM)
-        self.used: dict[str, OrderedDict[int, Words]] = {name: OrderedDict() for name in "ab"}
+        self.used: dict[str, OrderedDict[int, tuple[Words, int]]] = {name: OrderedDict() for name in "ab"}
+        self.number = 0
         self.counts = dict.fromkeys("ab", True)
 
     @rule(name=INSTANCES, words=WORDS, capacity=st.integers(0, 30))
     def learn(self, name: str, words: Words, capacity: int) -> None:
         keys, used = keys_of(words), self.used[name]
-        self.known.learn(name, keys, capacity, counts=self.counts[name])
+        number = self.known.learn(name, keys, capacity, counts=self.counts[name])
+        assert number > self.number
+        self.number = number
         for end in range(len(keys), 0, -1):
-            used[keys[end - 1]] = words[:end]
+            used[keys[end - 1]] = words[:end], number
             used.move_to_end(keys[end - 1])
         while keys and len(used) > capacity:
             used.popitem(last=False)
 
-    @rule(name=INSTANCES, words=WORDS, held=st.integers(0, 12))
-    def correct(self, name: str, words: Words, held: int) -> None:
-        self.known.correct(name, keys_of(words), held)
-        missing = words[: held + 1] if held < len(words) else (None,)
-        for key, stands_for in list(self.used[name].items()):
-            if stands_for[: len(missing)] == missing:
-                del self.used[name][key]
+    @rule(name=INSTANCES, words=WORDS, held=st.integers(0, 12), before=st.integers(0, 4))
+    def correct(self, name: str, words: Words, held: int, before: int) -> None:
+        learned, used = self.number - before, self.used[name]
+        self.known.correct(name, keys_of(words), held, learned)
+        for at, key in enumerate(keys_of(words)):
+            if key not in used:
+                return
+            if at >= held and used[key][1] <= learned:
+                for other, (stands_for, _) in list(used.items()):
+                    if stands_for[: at + 1] == words[: at + 1]:
+                        del used[other]
+                return
 
     @rule(name=INSTANCES, counts=st.booleans())
     def count(self, name: str, counts: bool) -> None:

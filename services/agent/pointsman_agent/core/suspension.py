@@ -38,7 +38,7 @@ def suspension(sample: Sample, scrape: Scrape, *, paused: bool) -> str:
 
 
 class Reset(NamedTuple):
-    """A reset of a prefix cache. `over`: requests may have been computed since then, and events may have told of it."""
+    """A reset of a prefix cache. `over`: the engine may have computed since then, and events may have told of it."""
 
     reason: str
     over: bool

@@ -315,21 +315,23 @@ class EngineMonitor:
         self._life.sign(taken_at)
         self._name_series(scrape)
         await self._update_instances(probe, scrape)
-        await self._read_pause(probe, sleeps=self._cache_resets.sleeps(scrape))
+        sleeps = self._cache_resets.sleeps(scrape)
+        late = not await self._read_pause(probe, sleeps=sleeps) and not sleeps
         self._unavailable = UNAVAILABLE if self._pause_refused else ""
         if self.ambiguous_address:
             return
         paused = bool(self._paused)
         reset = self._cache_resets.observe(scrape, paused=paused)
+        for instance in self.instances.values():
+            if reset is not None:
+                instance.cache_was_reset(reset, late=late)
+            elif not late:
+                instance.cache_is_known()
         gpus = await asyncio.to_thread(self._sampler.sample, self._gpus) if self._gpus else []
         if self._failures >= LOAD_UNKNOWN_AFTER:
             self._log.info("the engine's load is known again", failures=self._failures)
         self._failures, self._scrape_problem = 0, ""
-        for rank, instance in self.instances.items():
-            if reset:
-                instance.cache_was_reset(reset)
-            elif not paused and self._pause_query is None:
-                instance.cache_is_in_use()
+        for rank in self.instances:
             if (sample := scrape.ranks.get(rank)) is not None:
                 load = _load(sample, gpus, suspension(sample, scrape, paused=paused))
                 steps, stepped_at = self._newest_steps.get(rank, (None, -math.inf))
@@ -363,21 +365,24 @@ class EngineMonitor:
             return ""
         return "the engine's step loads have ended: its load is read from /metrics"
 
-    async def _read_pause(self, probe: EngineProbe, *, sleeps: bool) -> None:
-        """Update whether the engine is paused. An answer that is late counts at a later scrape, so that loads are not delayed.
-        But it does not count if the engine has slept meanwhile: a sleeping engine answers that it is paused."""
+    async def _read_pause(self, probe: EngineProbe, *, sleeps: bool) -> bool:
+        """Update whether the engine is paused; return whether that is known as of now. An answer that is late counts at a later
+        scrape, so that loads are not delayed. But it does not count if the engine has slept meanwhile: a sleeping engine answers
+        that it is paused."""
         if self._paused is None or not self.instances:
-            return
+            return True
         if sleeps and self._pause_query is not None:
             self._pause_query.cancel()
             self._pause_query = None
+        asked_now = self._pause_query is None
         if self._pause_query is None:
             self._pause_query = asyncio.create_task(self._query_pause(probe))
         await asyncio.wait({self._pause_query}, timeout=PAUSE_ANSWER_S)
         if not self._pause_query.done():
-            return
+            return False
         query, self._pause_query = self._pause_query, None
         self._paused = query.result()
+        return asked_now
 
     async def _query_pause(self, probe: EngineProbe) -> bool | None:
         try:

@@ -79,7 +79,7 @@ class InstanceMonitor:
         self._tasks: list[asyncio.Task[None]] = []
         self._saving: asyncio.Future[bool] | None = None
         self._saved: tuple[int, int] | None = None
-        # How many resets events had told of when the engine was last known to compute.
+        # How many resets events had told of when its cache was last known.
         self._resets_before = 0
         self._load: tuple[pb.Load, float] | None = None
         self._log = log.bind(instance=instance.instance_id)
@@ -90,6 +90,7 @@ class InstanceMonitor:
             self.instance.incarnation = self._process or new_incarnation("")
         if self.source is not None:
             await self._follow(self.source)
+        self.cache_is_known()
         self._log.info(
             "instance found",
             incarnation=self.instance.incarnation,
@@ -183,14 +184,18 @@ class InstanceMonitor:
             self.cached_blocks.clear()
             self._changed()
 
-    def cache_is_in_use(self) -> None:
-        """Note that the engine computes: events that tell of a later reset come after those applied so far."""
+    def cache_is_known(self) -> None:
+        """Note that the engine's cache is as events have told: an event that tells of a later reset comes after these."""
         self._resets_before = self.cached_blocks.counts.resets
 
-    def cache_was_reset(self, reset: Reset) -> None:
-        """Remove all keys, unless an event has told of the reset since the engine last computed: then the keys are newer."""
-        if not reset.over or self.cached_blocks.counts.resets == self._resets_before:
+    def cache_was_reset(self, reset: Reset, *, late: bool) -> None:
+        """Remove all keys, unless events have told of the reset: then the keys are newer. `late`: what shows the reset may be
+        from before such events, and be reported again."""
+        told = self.cached_blocks.counts.resets > self._resets_before and (reset.over or late)
+        if not told:
             self.drop_keys(reset.reason)
+        if not (told and late):
+            self.cache_is_known()
 
     def describe(self, instance: pb.Instance) -> None:
         """Send the instance's changed fixed properties to all routers."""

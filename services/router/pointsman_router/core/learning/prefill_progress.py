@@ -32,7 +32,7 @@ class OpenPrompt:
     # A part of the predicted prefix was evicted while the request waited, so the engine's report of cached tokens says nothing
     # about the index.
     evicted: bool = False
-    learned: bool = False  # the keys already count as cached
+    learned: int = 0  # number of the prompt, once its keys count as cached (ComputedPrompts.learn); 0 before
     # Tokens that were cached by the instance's events and by the router's placements, while the events were not trusted; None:
     # not looked up.
     by_events: int | None = None

@@ -320,15 +320,14 @@ class PrefixKnowledge:
         record = self.instances.get(prompt.instance_id)
         if prompt.learned or record is None or not prompt.keys:
             return
-        prompt.learned = True
         per_block = record.info.block_size // KEY_TOKENS
         # An engine keeps only whole blocks of its own size.
         keys = prompt.keys[: min(prompt.target_tokens // KEY_TOKENS, len(prompt.keys)) // per_block * per_block]
         counts = record.needs_placements
         if record.follows_events:
             record.trust.computed(keys, record.info.block_size, now, sparse=record.info.sparse_prefixes)
-        if record.follows_events or counts:
-            self.computed_prompts.learn(prompt.instance_id, keys, _capacity_keys(record), counts=counts)
+        capacity = _capacity_keys(record)
+        prompt.learned = self.computed_prompts.learn(prompt.instance_id, keys, capacity, counts=counts)
         if self.source(record, now) is PrefixSource.EVENTS:
             if record.info.sparse_prefixes:
                 # Blocks at the front of the prompt may be evicted before its end is computed, so only events show the hits.
@@ -373,7 +372,7 @@ class PrefixKnowledge:
         if by_placements is None or not record.needs_placements or candidate.prefix_source is PrefixSource.NONE:
             return []
         if reported < by_placements:
-            self.computed_prompts.correct(prompt.instance_id, prompt.keys, reported // KEY_TOKENS)
+            self.computed_prompts.correct(prompt.instance_id, prompt.keys, reported // KEY_TOKENS, prompt.learned)
         if record.follows_events:
             # What was placed while events misled decisions is soon evicted; each answer corrects its own part.
             return []

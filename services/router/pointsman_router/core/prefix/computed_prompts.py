@@ -29,12 +29,13 @@ _NO_CHILDREN: Mapping[int, _Segment] = MappingProxyType({})
 class _Segment:
     """Keys of one or more prompts of an instance, and the segments that follow, by their first keys."""
 
-    __slots__ = ("children", "instance_id", "keys", "parent")
+    __slots__ = ("children", "instance_id", "keys", "parent", "used")
 
-    def __init__(self, instance_id: str, keys: array[int], parent: _Segment | None = None) -> None:
+    def __init__(self, instance_id: str, keys: array[int]) -> None:
         self.instance_id = instance_id
         self.keys = keys
-        self.parent = parent
+        self.parent: _Segment | None = None
+        self.used = 0  # number of the prompt that used it last
         self.children: Mapping[int, _Segment] = _NO_CHILDREN
 
     def adopt(self, child: _Segment) -> None:
@@ -92,6 +93,7 @@ class ComputedPrompts:
         # The segments of instances that do not count, least recently used first, and what they cost.
         self._others: OrderedDict[_Segment, None] = OrderedDict()
         self._cost = 0
+        self._learned = 0  # number of prompts so far
 
     def count(self, instance_id: str) -> int:
         """Return how many keys an instance that counts is assumed to hold; 0 if it does not count."""
@@ -101,11 +103,12 @@ class ComputedPrompts:
         """Return for each instance how many of `keys`, counted from the first, it is assumed to hold. Changes nothing."""
         return self.index.leading_blocks(keys, instance_ids)
 
-    def learn(self, instance_id: str, keys: Sequence[int], capacity: int, *, counts: bool) -> None:
+    def learn(self, instance_id: str, keys: Sequence[int], capacity: int, *, counts: bool) -> int:
         """Record that `keys`, those of a prompt from its first block on, were just used on an instance that can hold `capacity`
-        keys. Mutates."""
+        keys. Return the prompt's number, which grows. Mutates."""
+        self._learned += 1
         if not keys:
-            return
+            return self._learned
         self.set_counts(instance_id, counts)
         tree = self._trees.setdefault(instance_id, _Tree(instance_id))
         tree.counts = counts
@@ -114,6 +117,7 @@ class ComputedPrompts:
         if known < len(keys):
             self._extend(tree, path, array("Q", keys[known:]))
         for segment in reversed(path):
+            segment.used = self._learned
             tree.order.move_to_end(segment)
             if not counts:
                 self._others[segment] = None
@@ -122,18 +126,18 @@ class ComputedPrompts:
         while tree.size > capacity:
             oldest = next(iter(tree.order))
             self._cut(tree, oldest, max(len(oldest.keys) - (tree.size - capacity), 0))
-        while self._cost > self._max_keys:
-            oldest = next(iter(self._others))
-            self._cut(self._trees[oldest.instance_id], oldest, 0)
+        self._keep_to_maximum()
+        return self._learned
 
-    def correct(self, instance_id: str, keys: Sequence[int], held: int) -> None:
-        """Remove the prompts' keys that follow the first `held` of `keys`: the engine turned out not to hold them. Mutates."""
+    def correct(self, instance_id: str, keys: Sequence[int], held: int, learned: int) -> None:
+        """Remove the keys that follow the first `held` of `keys`, those that no prompt after the number `learned` has used: the
+        engine turned out not to have held them when it computed that prompt. Mutates."""
         if (tree := self._trees.get(instance_id)) is None:
             return
         segment, at = tree.root, 0
         while at < len(keys) and (child := segment.children.get(keys[at])) is not None:
             common = child.common(keys, at)
-            if at + common > held:
+            if at + common > held and child.used <= learned:
                 self._cut(tree, child, max(held - at, 0))
                 return
             if common < len(child.keys):
@@ -155,6 +159,7 @@ class ComputedPrompts:
             self._cost += tree.cost
             self._others.update(tree.order)
             self.index.drop(instance_id)
+            self._keep_to_maximum()
 
     def drop(self, instance_id: str) -> None:
         """Remove all prompts of an instance. Mutates."""
@@ -190,6 +195,11 @@ class ComputedPrompts:
                 assert {child.keys[0]: child for child in segment.children.values()} == segment.children
                 assert all(child.parent is segment and child in tree.order for child in segment.children.values())
             assert all(segment.parent in tree.order or segment.parent is tree.root for segment in tree.order)
+
+    def _keep_to_maximum(self) -> None:
+        while self._cost > self._max_keys:
+            oldest = next(iter(self._others))
+            self._cut(self._trees[oldest.instance_id], oldest, 0)
 
     def _path(self, tree: _Tree, keys: Sequence[int]) -> tuple[list[_Segment], int]:
         """Return the segments that a prompt begins with, and how many keys they have. The last one is split where the prompt
