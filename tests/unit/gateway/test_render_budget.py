@@ -126,7 +126,7 @@ def test_a_prompt_ends_where_it_is_too_long(source: str, body: dict[str, Any]) -
 def test_a_quadratic_template_leaves_the_event_loop(count: int) -> None:
     body, few = {"messages": ASK * count}, count * count < 2 * LIGHT_STEPS
     asked = light_limits(0, len(json.dumps(body)))
-    assert template(QUADRATIC).read(body, thread_limits(0)).text == "a" * count
+    assert template(QUADRATIC).read(body, thread_limits(0, 0)).text == "a" * count
     if few:
         assert template(QUADRATIC).read(body, asked).text == "a" * count
         return
@@ -135,9 +135,27 @@ def test_a_quadratic_template_leaves_the_event_loop(count: int) -> None:
     assert over.value.characters == 0  # it is not too long
 
 
+# As Qwen 3's template, which asks at each message for the number of all, and drops what was thought before.
+BACKWARDS = """{% for m in messages[::-1] %}{% set at = (messages|length - 1) - loop.index0 %}{{ at }}{% endfor %}
+{% for m in messages %}{{ (m.content.split('</think>')|last).lstrip() }}{% endfor %}"""
+
+
+def test_the_length_of_a_list_costs_nothing() -> None:
+    body = {"messages": ASK * 3_000}
+    assert template(BACKWARDS).read(body, light_limits(0, len(json.dumps(body)))).text
+
+
+def test_a_text_that_the_template_drops_does_not_make_a_prompt_too_long() -> None:
+    body = {"messages": [{"role": "assistant", "content": "a" * 5_000 + "</think>b"}]}
+    assert template(BACKWARDS).read(body, thread_limits(4_096, 6_000)).text.endswith("b")
+    with pytest.raises(OverBudget) as over:
+        template("{{ messages[0].content }}").read(body, thread_limits(4_096, 6_000))
+    assert over.value.characters > 4_096
+
+
 def test_limits_are_those_of_the_context_and_of_the_body() -> None:
-    assert thread_limits(0).text == thread_limits(1 << 40).text == 1 << 25
-    assert thread_limits(4_096 * 16).text == light_limits(4_096 * 16, 100_000).text == 4_096 * 16
+    assert thread_limits(0, 0).text == thread_limits(1 << 40, 0).text == 1 << 25
+    assert thread_limits(4_096 * 16, 0).text == light_limits(4_096 * 16, 100_000).text == 4_096 * 16
     assert light_limits(0, 1_000).text < light_limits(0, 100_000).text < light_limits(0, 1 << 20).text == LIGHT_TEXT
 
 

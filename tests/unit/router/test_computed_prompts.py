@@ -25,7 +25,7 @@ def keys_of(words: Words) -> list[int]:
 
 
 class Prompts(RuleBasedStateMachine):
-    """Each key of the model has the words that it stands for, and the number of its last use. The least recently used is first."""
+    """Each key of the model has the words that it stands for and the number of its last use; the least recently used is first."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1071,7 +1071,7 @@ class Move(_message.Message):
     """Why."""
     unbegun: _builtins.bool
     """Whether the router chose an instance for a request whose answer has not begun. Such an instance may be unable to go on with an
-    answer, for example as it has another type. So a gateway whose client has the beginning of the answer ignores the message.
+    answer, for example as it has another type. So a gateway ignores the message if this attempt has begun its answer.
     """
     def __init__(
         self,

@@ -42,6 +42,10 @@ HEADERS = (
 )
 
 
+# A session of all who send one of these would be none.
+_NO_ID = frozenset({"", "undefined", "null", "none", "nil", "true", "false"})
+
+
 @dataclass(frozen=True, slots=True)
 class AgentIdentity:
     """What headers tell of a request. The texts are the client's own, of any length; empty: unknown."""
@@ -56,10 +60,9 @@ def agent_identity(headers: Headers) -> AgentIdentity:
     """Return what a request's headers tell. What means nothing is ignored."""
     final = headers.get(FINAL_HEADER).lower() in ("true", "1")
     for row in PROGRAMS:
-        if not (run := headers.get(row.session)):
+        if not (run := _id(headers, row.session)):
             continue
-        agent = headers.get(row.agent) if row.agent else ""
-        parent = headers.get(row.parent) if row.parent else ""
+        agent, parent = _id(headers, row.agent), _id(headers, row.parent)
         if not row.agent:
             return AgentIdentity(run, parent=parent if parent != run else "", final=final)
         if agent in ("", run):
@@ -67,3 +70,9 @@ def agent_identity(headers: Headers) -> AgentIdentity:
         by_first = parent in ("", run, agent)
         return AgentIdentity(f"{run}:{agent}", agent, run if by_first else f"{run}:{parent}", final)
     return AgentIdentity(final=final)
+
+
+def _id(headers: Headers, name: str) -> str:
+    """Return an id; empty if there is none, or one that programs write for a value that they do not have."""
+    found = headers.get(name) if name else ""
+    return "" if found.strip().lower() in _NO_ID else found

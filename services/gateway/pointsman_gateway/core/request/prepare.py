@@ -120,10 +120,11 @@ class RequestPreparer:
             placement.sequences, placement.sequence_tokens = call.sequences, tokens.count * call.answers
         if parent := headers.get(PARENT_HEADER):
             placement.parent_session_id = bounded_id(parent)
-        if session and told.agent:
-            placement.agent_id = bounded_id(told.agent)
-        if session and told.parent:
-            placement.agent_parent_session_id = bounded_id(told.parent)
+        lineage = told if session and hint == told.session else AgentIdentity()
+        if lineage.agent:
+            placement.agent_id = bounded_id(lineage.agent)
+        if lineage.parent:
+            placement.agent_parent_session_id = bounded_id(lineage.parent)
         timeout_s = ttft_timeout_s(headers)
         if timeout_s is not None:
             left = max(context.received_at + timeout_s - now, 0.0)

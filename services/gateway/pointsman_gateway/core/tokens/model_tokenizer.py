@@ -159,7 +159,7 @@ class ModelTokenizer:
         if call.chat is not None:
             chat = self._anthropic(call.chat) if call.endpoint is Endpoint.MESSAGES else call.chat
             most = context * self._max_token_chars
-            limits = light_limits(most, len(call.payload)) if light else thread_limits(most)
+            limits = (light_limits if light else thread_limits)(most, len(call.payload))
             try:
                 rendered = self._rendered(chat, limits)
             except OverBudget as over:

@@ -40,6 +40,9 @@ _COPIES = 16
 _ITEMS_A_STEP = 16
 _TEXT = frozenset({str})
 _DICT_ATTRIBUTES = frozenset(dir(dict))
+# Filters that take the same time for any text or list, and make none. Qwen's templates ask for the length of the list of messages
+# at each message.
+_CONSTANT = frozenset({"length", "count", "first", "last", "default", "d"})
 _STEP, _SCANNED, _JOINED, _ADDED = (f"_pointsman_{name}" for name in ("step", "scanned", "joined", "added"))
 
 
@@ -48,7 +51,8 @@ class Unrenderable(Exception):
 
 
 class OverBudget(Unrenderable):
-    """A rendering was ended. `characters`: length of a text that exceeds RenderLimits.text; 0 if another limit was exceeded."""
+    """A rendering was ended. `characters`: length of a text that exceeds RenderLimits.text or part; 0 if another limit was
+    exceeded."""
 
     def __init__(self, what: str, characters: int = 0) -> None:
         super().__init__(f"the prompt has too many {what}")
@@ -57,43 +61,46 @@ class OverBudget(Unrenderable):
 
 @dataclass(frozen=True, slots=True)
 class RenderLimits:
-    """`text`: characters of the prompt, and of each text on the way to it. `made`: characters of all texts together. `steps`:
-    iterations, calls, and items of lists that are copied. `light`: on the event loop."""
+    """`text`: characters of the prompt. `part`: of each text on the way to it, if that is more: a template may drop a text that
+    is a part of the body. `made`: characters of all texts together. `steps`: iterations, calls, and items of lists that are
+    copied. `light`: on the event loop."""
 
     text: int = MAX_TEXT
+    part: int = 0
     made: int = MAX_TEXT * _COPIES
     steps: int = MAX_STEPS
     light: bool = False
 
 
-def thread_limits(most: int) -> RenderLimits:
-    """Return the limits in a thread for a prompt of at most `most` characters (0: unknown)."""
-    return RenderLimits(text=min(most or MAX_TEXT, MAX_TEXT))
+def thread_limits(most: int, body_bytes: int) -> RenderLimits:
+    """Return the limits in a thread for a prompt of at most `most` characters (0: unknown) from a body of so many bytes."""
+    return RenderLimits(text=min(most or MAX_TEXT, MAX_TEXT), part=min(body_bytes, MAX_TEXT))
 
 
 def light_limits(most: int, body_bytes: int) -> RenderLimits:
     """Return the limits on the event loop for a prompt of at most `most` characters (0: unknown) from a body of so many bytes."""
     text = min(most or MAX_TEXT, LIGHT_TEXT, _LIGHT_FREE + _LIGHT_RATIO * body_bytes)
-    return RenderLimits(text, LIGHT_MADE, LIGHT_STEPS, light=True)
+    return RenderLimits(text, min(body_bytes, LIGHT_TEXT), LIGHT_MADE, LIGHT_STEPS, light=True)
 
 
 class Meter:
     """What one rendering may still spend."""
 
-    __slots__ = ("light", "made", "steps", "text")
+    __slots__ = ("light", "made", "part", "steps", "text")
 
     def __init__(self, limits: RenderLimits) -> None:
         self.text, self.made, self.steps, self.light = limits.text, limits.made, limits.steps, limits.light
+        self.part = max(limits.part, limits.text)
 
     def take(self, characters: int) -> None:
         """Charge a text that was made. Raises OverBudget. Mutates."""
         self.made -= characters
-        if self.made < 0 or characters > self.text:
+        if self.made < 0 or characters > self.part:
             self.exceeded(characters)
 
     def exceeded(self, characters: int) -> NoReturn:
         """Raises OverBudget for a text that was charged."""
-        if characters > self.text:
+        if characters > self.part:
             raise OverBudget("characters", characters)
         raise OverBudget("copies of its characters")
 
@@ -107,7 +114,7 @@ class Meter:
 class _Current(threading.local):
     """The meter of the rendering in this thread. Compiling a template evaluates its constants without limits."""
 
-    meter = Meter(RenderLimits(sys.maxsize, sys.maxsize, sys.maxsize))
+    meter = Meter(RenderLimits(sys.maxsize, sys.maxsize, sys.maxsize, sys.maxsize))
 
 
 _current = _Current()
@@ -145,7 +152,7 @@ def _take(value: object) -> None:
     if type(value) is str:
         meter = _current.meter
         meter.made -= len(value)
-        if meter.made < 0 or len(value) > meter.text:
+        if meter.made < 0 or len(value) > meter.part:
             meter.exceeded(len(value))
     elif type(value) is list:
         _current.meter.step(len(value))
@@ -195,7 +202,7 @@ def _tojson(
         meter.take(len(written))
         return written
     # iterencode() lets other threads run, and ends with the loop. Each of its parts has at least one character.
-    most = min(meter.text, meter.made)
+    most = min(meter.part, meter.made)
     parts: list[str] = []
     length = 0
     for part in json.JSONEncoder(**form).iterencode(value):
@@ -230,7 +237,7 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.filters = {name: _metered_filter(own) for name, own in self.filters.items()}
+        self.filters = {name: own if name in _CONSTANT else _metered_filter(own) for name, own in self.filters.items()}
         self.filters |= {"tojson": _tojson, _STEP: _step, _SCANNED: _scanned, _JOINED: _joined, _ADDED: _added}
 
     def compiled(self, source: str) -> jinja2.Template:

@@ -399,7 +399,7 @@ class ClientConnection(asyncio.Protocol):
         if has_body and self._parser.should_upgrade():
             framing = "Transfer-Encoding: chunked" if "transfer-encoding" in headers else f"Content-Length: {length}"
             self._plain = f"POST / HTTP/1.1\r\n{framing}\r\n\r\n".encode()
-        if refusal is not None and has_body and (waits or not 0 < length <= SMALL_BODY):
+        if refusal is not None and has_body and (waits or self._surplus or not 0 < length <= SMALL_BODY):
             self._end_with(refusal)
         elif waits:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -13,8 +13,8 @@ from prometheus_client.core import GaugeMetricFamily
 
 from pointsman_common.io.metrics_page import PIECE, PacedPage, Piece, pieces, written
 
-# Timeout of the request for a sibling's metrics, s: it takes them at most once a second, and for half of its time.
-ASK_S = 8.0
+# Timeout of the request for a sibling's metrics, s. A page waits for a sibling that hangs, and readers wait for 10 s or more.
+ASK_S = 4.0
 _LENGTH_BYTES = 4
 # Metrics of which the page has the minimum of all processes. All others are summed: counters, histograms, open requests, cache
 # sizes.
