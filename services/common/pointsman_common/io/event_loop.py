@@ -8,6 +8,7 @@ all bytes but the last before gRPC's own handler runs.
 
 from __future__ import annotations
 
+import resource
 import socket
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -32,7 +33,9 @@ class GrpcLoop(uvloop.Loop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """As asyncio.run, on a GrpcLoop."""
+    """As asyncio.run, on a GrpcLoop, with as many open files as the process may have: each connection is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return uvloop.run(main, loop_factory=GrpcLoop)
 
 
