@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ async def test_what_a_template_multiplies_is_rendered_in_a_thread_up_to_the_cont
     here, read = threading.get_ident(), ChatTemplate.read
 
     def noted(self: ChatTemplate, asked: Any, limits: RenderLimits = EVERYTHING) -> Any:
-        if limits == EVERYTHING:  # the test's fake engine renders in this process, too
+        if replace(limits, part=0) == EVERYTHING:  # the test's fake engine renders in this process, too
             return read(self, asked, limits)
         thread = "loop" if threading.get_ident() == here else "thread"
         try:
