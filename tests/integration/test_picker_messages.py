@@ -286,7 +286,11 @@ async def test_requests_that_wait_at_a_router_that_is_lost(up: Stack) -> None:
         await up.router.until(lambda: len(up.router.places) == 1)
         await parked.send(head(), body())
         await up.router.until(lambda: len(up.router.places) == 2)
-        await up.router.park(up.router.places[1].request_id, 1)
+        waiting = up.router.places[1].request_id
+        await up.router.park(waiting, 1)
+        await eventually(
+            lambda: up.gateway.router._requests[waiting].parked_until, "the gateway knows that it is parked"
+        )
         await up.router.stop()
         to, _ = await placed(held)
         assert "x-gateway-destination-endpoint" in set_fields(to.request_headers.response.header_mutation)
