@@ -550,6 +550,9 @@ async def test_a_connection_beyond_the_bound_that_sends_nothing_is_soon_closed()
     assert surplus.connection.deadline < first.connection.deadline
     surplus.connection.overdue(surplus.connection.deadline)
     assert surplus.wire.closed
+    slow = Client(first)
+    assert await slow.send(posting(60_000)) == b""
+    assert slow.connection.deadline - time.monotonic() <= client_connection.LINGER_S
 
 
 async def test_all_bodies_together_are_bounded() -> None:

@@ -394,12 +394,14 @@ class ClientConnection(asyncio.Protocol):
         waits = headers.get("expect").lower() == "100-continue" and has_body
         self._state = _State.BODY
         self._body_until = time.monotonic() + self._limits.body_s
-        self.deadline = min(self._body_until, time.monotonic() + self._limits.body_stall_s)
+        # Probes have no body: one more connection than there may be must not be held by a body that does not come.
+        stall_s = LINGER_S if self._surplus else self._limits.body_stall_s
+        self.deadline = min(self._body_until, time.monotonic() + stall_s)
         self._refusal = refusal
         if has_body and self._parser.should_upgrade():
             framing = "Transfer-Encoding: chunked" if "transfer-encoding" in headers else f"Content-Length: {length}"
             self._plain = f"POST / HTTP/1.1\r\n{framing}\r\n\r\n".encode()
-        if refusal is not None and has_body and (waits or self._surplus or not 0 < length <= SMALL_BODY):
+        if refusal is not None and has_body and (waits or not 0 < length <= SMALL_BODY):
             self._end_with(refusal)
         elif waits:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
