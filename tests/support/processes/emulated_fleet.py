@@ -12,7 +12,7 @@ import grpc
 
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from tests.support.http_request import ask
-from tests.support.processes.pointsman import flag_words, pointsman_process
+from tests.support.processes.pointsman import plane_process, pointsman_process, wait_until_it_serves
 from tests.support.processes.process import free_port
 from tests.support.repository import REPOSITORY
 from tests.support.waiting import until
@@ -58,16 +58,7 @@ def emulated_fleet(folder: Path, *more: str) -> Iterator[EmulatedFleet]:
         pointsman_process(f"engine-{port}", folder, "emulate", "--port", str(port), *flags, cwd=REPOSITORY)
         for port in ports
     ]
-    flags_of_up = {
-        "listen": listen,
-        "router_listen": router,
-        "console": "",
-        "router_metrics": "",
-        "agent_metrics": "",
-        "engine": [f"http://127.0.0.1:{port}" for port in ports],
-        "state_dir": folder / "agent",
-    }
-    plane = pointsman_process("plane", folder, "up", *flag_words(flags_of_up), cwd=REPOSITORY)
+    plane = plane_process(folder, listen, router, ports, cwd=REPOSITORY)
     fleet = EmulatedFleet(f"http://{listen}", router)
     try:
         for part in parts:
@@ -75,7 +66,7 @@ def emulated_fleet(folder: Path, *more: str) -> Iterator[EmulatedFleet]:
         for part in parts:
             part.wait_ready(partial(_has_started, part.log), within_s=START_S)
         plane.start()
-        plane.wait_ready(lambda: "OpenAI API" in plane.log.read_text(), within_s=START_S)
+        wait_until_it_serves(plane, START_S)
         until(lambda: ask(f"{fleet.gateway_url}/health").json()["status"] == "ok", within_s=60, what="exact tokens")
         yield fleet
     finally:

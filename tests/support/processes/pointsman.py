@@ -40,10 +40,9 @@ def pointsman_process(
     return Process(name, argv, folder / f"{name}.log", env or {}, cwd)
 
 
-@asynccontextmanager
-async def control_plane(folder: Path, listen: str, router: str, ports: Sequence[int]) -> AsyncIterator[Process]:
-    """Run `pointsman up` in front of the engines at these ports, without console and metrics, from when it says that it serves.
-    `listen`, `router`: HOST:PORT of the gateway and of the router."""
+def plane_process(folder: Path, listen: str, router: str, ports: Sequence[int], *, cwd: Path | None = None) -> Process:
+    """Return `pointsman up` in front of the engines at these ports, without console and metrics, that is not started. `listen`,
+    `router`: HOST:PORT of the gateway and of the router."""
     flags = {
         "listen": listen,
         "router_listen": router,
@@ -53,11 +52,21 @@ async def control_plane(folder: Path, listen: str, router: str, ports: Sequence[
         "engine": [f"http://127.0.0.1:{port}" for port in ports],
         "state_dir": folder / "agent",
     }
-    plane = pointsman_process("plane", folder, "up", *flag_words(flags))
+    return pointsman_process("plane", folder, "up", *flag_words(flags), cwd=cwd)
+
+
+def wait_until_it_serves(plane: Process, within_s: float = 120.0) -> None:
+    """Wait until a `plane_process` that was started says that it serves."""
+    plane.wait_ready(lambda: "OpenAI API" in plane.log.read_text(), within_s=within_s)
+
+
+@asynccontextmanager
+async def control_plane(folder: Path, listen: str, router: str, ports: Sequence[int]) -> AsyncIterator[Process]:
+    """Run a `plane_process`, from when it says that it serves."""
+    plane = plane_process(folder, listen, router, ports)
     plane.start()
     try:
-        log = folder / "plane.log"
-        await asyncio.to_thread(plane.wait_ready, lambda: "OpenAI API" in log.read_text(), within_s=120)
+        await asyncio.to_thread(wait_until_it_serves, plane)
         yield plane
     finally:
         plane.stop(within_s=40)

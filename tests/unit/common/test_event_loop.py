@@ -6,7 +6,10 @@ import array
 import asyncio
 import fcntl
 import queue
+import resource
 import socket
+import subprocess
+import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
@@ -107,3 +110,23 @@ def test_the_handler_finds_one_byte_whatever_has_come(sent: int) -> None:
 
 
 seen: list[bytes] = []
+
+
+SHOW = """
+import resource
+from pointsman_common.io.event_loop import run
+async def show():
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+run(show())
+"""
+
+
+def test_a_service_may_have_as_many_files_open_as_the_machine_lets_it() -> None:
+    """A shell's limit is often 1,024, and each connection is a file."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def low() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, most), most))
+
+    shown = subprocess.run([sys.executable, "-c", SHOW], preexec_fn=low, capture_output=True, check=True, timeout=60)
+    assert int(shown.stdout) == most
