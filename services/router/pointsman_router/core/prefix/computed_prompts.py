@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from pointsman_router.core.prefix.exact_index import PrefixIndex
@@ -81,6 +81,18 @@ class _Tree:
     def cost(self) -> int:
         return self.size + SEGMENT_KEYS * len(self.order)
 
+    def walk(self, keys: Sequence[int]) -> Iterator[tuple[_Segment, int, int]]:
+        """Yield the segments that a prompt begins with, each with the number of the prompt's keys before it, and with how many of
+        its own the prompt goes on. Of the last one these may be fewer than all; the caller may change that one."""
+        segment, at = self.root, 0
+        while at < len(keys) and (child := segment.children.get(keys[at])) is not None:
+            common = child.common(keys, at)
+            whole = common == len(child.keys)
+            yield child, at, common
+            if not whole:
+                return
+            segment, at = child, at + common
+
 
 class ComputedPrompts:
     """Prompts by instance, with at most as many keys of an instance as its capacity, and `max_keys` of those that do not count,
@@ -134,15 +146,10 @@ class ComputedPrompts:
         engine turned out not to have held them when it computed that prompt. Mutates."""
         if (tree := self._trees.get(instance_id)) is None:
             return
-        segment, at = tree.root, 0
-        while at < len(keys) and (child := segment.children.get(keys[at])) is not None:
-            common = child.common(keys, at)
-            if at + common > held and child.used <= learned:
-                self._cut(tree, child, max(held - at, 0))
+        for segment, at, common in tree.walk(keys):
+            if at + common > held and segment.used <= learned:
+                self._cut(tree, segment, max(held - at, 0))
                 return
-            if common < len(child.keys):
-                return
-            segment, at = child, at + common
 
     def set_counts(self, instance_id: str, counts: bool) -> None:
         """Set whether decisions look the keys of an instance up. Mutates."""
@@ -205,24 +212,21 @@ class ComputedPrompts:
         """Return the segments that a prompt begins with, and how many keys they have. The last one is split where the prompt
         leaves it. Mutates."""
         path: list[_Segment] = []
-        segment, at = tree.root, 0
-        while at < len(keys) and (child := segment.children.get(keys[at])) is not None:
-            common = child.common(keys, at)
-            at += common
-            if common == len(child.keys):
-                path.append(child)
-                segment = child
+        known = 0
+        for segment, at, common in tree.walk(keys):
+            known = at + common
+            if common == len(segment.keys):
+                path.append(segment)
                 continue
             # What is behind the place keeps its order of use; the beginning is used now.
-            start = _Segment(child.instance_id, child.keys[:common])
-            child.leave()
-            segment.adopt(start)
-            child.keys = child.keys[common:]
-            start.adopt(child)
+            start = _Segment(segment.instance_id, segment.keys[:common])
+            segment.leave()
+            (path[-1] if path else tree.root).adopt(start)
+            segment.keys = segment.keys[common:]
+            start.adopt(segment)
             tree.order[start] = None
             path.append(start)
-            break
-        return path, at
+        return path, known
 
     def _extend(self, tree: _Tree, path: list[_Segment], new: array[int]) -> None:
         """Add the keys `new` behind a path. Mutates."""
