@@ -48,6 +48,7 @@ class VirtualRedis:
         # Sorted set -> lower bound of its scores.
         self._least: dict[str, float] = {}
         self._scripts: dict[str, Callable[[Any, Any], Any]] = {}
+        self._commands: dict[str, Callable[..., Any]] = {}
         self._lua = lupa.LuaRuntime()
 
     def wipe(self) -> None:
@@ -67,7 +68,7 @@ class VirtualRedis:
                 lambda text: sha1(text.encode()).hexdigest(),
             )
         words = [arg.decode() if isinstance(arg, bytes) else str(arg) for arg in args]
-        answer = self._scripts[script](self._table(list(keys)), self._table(words))
+        answer = self._scripts[script](self._lua.table_from(keys), self._lua.table_from(words))
         return self._plain(answer)
 
     def prebuild(self, pool: str, sessions: Mapping[str, str]) -> None:
@@ -87,12 +88,14 @@ class VirtualRedis:
         return fields
 
     def _table(self, value: Any) -> Any:
-        return self._lua.table_from([self._table(item) for item in value]) if isinstance(value, list) else value
+        return self._lua.table_from(value, recursive=True) if isinstance(value, list) else value
 
     def _plain(self, value: Any) -> Any:
-        if lupa.lua_type(value) == "table":
-            return [self._plain(value[at]) for at in range(1, len(value) + 1)]
-        return int(value) if isinstance(value, float) else value
+        if isinstance(value, str | int):
+            return value
+        if isinstance(value, float):
+            return int(value)
+        return [self._plain(value[at]) for at in range(1, len(value) + 1)] if lupa.lua_type(value) == "table" else value
 
     def _live(self, key: str) -> Any:
         if key in self._expiry and self._now() * 1e3 >= self._expiry[key]:
@@ -101,11 +104,10 @@ class VirtualRedis:
         return self._values.get(key)
 
     def _call(self, command: str, *raw: Any) -> Any:
-        args = [
-            str(int(argument)) if isinstance(argument, float) and argument.is_integer() else str(argument)
-            for argument in raw
-        ]
-        return getattr(self, f"_{command.lower()}")(*args)
+        carry_out = self._commands.get(command)
+        if carry_out is None:
+            carry_out = self._commands[command] = getattr(self, f"_{command.lower()}")
+        return carry_out(*[argument if isinstance(argument, str) else _word(argument) for argument in raw])
 
     def _now(self) -> float:
         return EPOCH + asyncio.get_running_loop().time() + self.clock_s
@@ -195,6 +197,10 @@ class VirtualRedis:
         found = self._live(key) or {}
         self._least[key] = min(found.values(), default=math.inf)
         return self._table(sorted(name for name, score in found.items() if float(least) <= score <= float(most)))
+
+
+def _word(argument: Any) -> str:
+    return str(int(argument)) if isinstance(argument, float) and argument.is_integer() else str(argument)
 
 
 class Client:

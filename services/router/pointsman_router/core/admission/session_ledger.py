@@ -228,15 +228,15 @@ class SessionLedger:
         assert sum(not session.open for session in self.sessions.values()) <= self._max
         assert self._shared_sum == sum(self._copies(*group) for group in self._groups.values())
         assert self._open_sum == sum(session.size for session in self.sessions.values() if session.open)
+        idle: dict[tuple[int, int], dict[str, int]] = {}
+        for session in self.sessions.values():
+            if not session.open:
+                idle.setdefault((session.kind, session.bin), {})[session.name] = session.size
         for kind in KINDS:
             for bin_ in range(BINS):
-                inside = [
-                    session
-                    for session in self.sessions.values()
-                    if not session.open and (session.kind, session.bin) == (kind, bin_)
-                ]
-                assert self._idle[kind][bin_].keys() == {session.name for session in inside}
-                assert self._sums[kind][bin_] == sum(session.size for session in inside)
+                inside = idle.get((kind, bin_), {})
+                assert self._idle[kind][bin_].keys() == inside.keys()
+                assert self._sums[kind][bin_] == sum(inside.values())
         assert all((session.bin == OPEN) is bool(session.open) for session in self.sessions.values())
         groups: dict[int, int] = {}
         for session in self.sessions.values():
@@ -245,9 +245,11 @@ class SessionLedger:
         assert groups == {key: members for key, (members, _) in self._groups.items()}
         assert all(self.sessions[name].tail == key for key, (name, _) in self._tails.items())
         assert self._tail_places == Counter(self.sessions[name].tail_at for name, _ in self._tails.values())
+        counted: dict[str, float] = dict.fromkeys(self._tenants, 0.0)
+        for session in self.sessions.values():
+            counted[session.tenant] = counted.get(session.tenant, 0.0) + session.counted
         for tenant, total in self._tenants.items():
-            own = sum(session.counted for session in self.sessions.values() if session.tenant == tenant)
-            assert abs(total - own) <= 1e-6 * (1.0 + abs(total)), tenant
+            assert abs(total - counted[tenant]) <= 1e-6 * (1.0 + abs(total)), tenant
 
     # ---- shared prefixes and marks ----
 

@@ -332,7 +332,10 @@ class _Pool:
             name: {record for record in alike if name in record.names}
             for name in {name for record in alike for name in record.names}
         }
-        tiers = [[record for record in self.records if _tier(record) == tier] for tier in range(3)]
+        tiers: list[list[InstanceRecord]] = [[], [], []]
+        for record in self.records:
+            if (tier := _tier(record)) is not None:
+                tiers[tier].append(record)
         announced = next(filter(None, tiers), [])
         info = self.info()
         assert {instance_id: id(known) for instance_id, known in info.instances.items()} == {

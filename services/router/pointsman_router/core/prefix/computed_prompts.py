@@ -193,12 +193,15 @@ class ComputedPrompts:
         for order in (self._others, *(tree.order for tree in self._trees.values())):
             used: set[_Segment] = set()
             for segment in order:
-                assert used.issuperset(segment.children.values()), "a child was used later than its parent"
+                if segment.children:
+                    assert used.issuperset(segment.children.values()), "a child was used later than its parent"
                 used.add(segment)
         for tree in self._trees.values():
             assert tree.order
             assert tree.size == sum(len(segment.keys) for segment in tree.order)
             for segment in (tree.root, *tree.order):
+                if not segment.children:
+                    continue
                 assert {child.keys[0]: child for child in segment.children.values()} == segment.children
                 assert all(child.parent is segment and child in tree.order for child in segment.children.values())
             assert all(segment.parent in tree.order or segment.parent is tree.root for segment in tree.order)

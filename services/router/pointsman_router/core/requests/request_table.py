@@ -313,16 +313,10 @@ class RequestTable:
     def check_invariants(self) -> None:
         """Raise AssertionError, with the request's story, if an index contradicts the requests."""
         for name, state in self._open.items():
-            story = f"{name}: {state.tell()}"
-            assert state.request_id == name, story
-            assert name not in self._ended, story
-            assert state.stage not in (Stage.NEW, Stage.ENDED), story
-            assert self._reservations.get(name) is state.reservation, story
-            assert self.room.get(name) is state.held, story
-            assert (state.prompt is None) is (state.reservation is None), story
-            if state.reservation is not None and state.prompt is not None:
-                assert state.prompt.instance_id == state.reservation.instance_id, story
-                assert not (state.held and state.reservation.pending_tokens), f"a hold reserves nothing: {story}"
+            try:
+                self._check(name, state)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {state.tell()}") from error
         assert len(self._reservations) == sum(state.reservation is not None for state in self)
         assert len(self.room) == sum(state.held is not None for state in self)
         assert all(state.stage is Stage.ENDED for state in self._ended.values())
@@ -336,6 +330,17 @@ class RequestTable:
                 assert there is not None, life
                 assert there.instance_id == record.info.instance_id, life
                 assert request_id not in waiting or there.phase is Phase.PREFILL, life
+
+    def _check(self, name: str, state: RequestState) -> None:
+        assert state.request_id == name
+        assert name not in self._ended
+        assert state.stage not in (Stage.NEW, Stage.ENDED)
+        assert self._reservations.get(name) is state.reservation
+        assert self.room.get(name) is state.held
+        assert (state.prompt is None) is (state.reservation is None)
+        if state.reservation is not None and state.prompt is not None:
+            assert state.prompt.instance_id == state.reservation.instance_id
+            assert not (state.held and state.reservation.pending_tokens), "a hold reserves nothing"
 
     def _count_end(self, state: RequestState, now: float, finished: ev.Finished | None = None) -> None:
         if not state.counted or state.reservation is None:
