@@ -133,6 +133,7 @@ class LifeWatch:
     """When the last agent was started, s: what routers learn from it may be older."""
     _ill: dict[str, _Ill] = field(default_factory=dict)
     _killed: dict[int, set[str]] = field(default_factory=dict)
+    _asked: dict[str, Any] = field(default_factory=dict)  # request -> its last placement request
     # Request -> the instance that it was placed on, until its first token or end.
     _at: dict[str, str] = field(default_factory=dict)
 
@@ -167,14 +168,16 @@ class LifeWatch:
         if not self.all_checks:
             return
         now = asyncio.get_running_loop().time()
+        if isinstance(event, ev.PlaceRequested):
+            self._asked[event.request.request_id] = event.request
         for effect in effects:
             match effect:
                 case ev.Placed():
                     self._placed(router, effect, now)
-                case ev.Refused(code="UNAVAILABLE" | "NOT_FOUND", not_serving=False) if isinstance(
-                    event, ev.PlaceRequested
-                ):
-                    if could := self._could(event.request, now):
+                case ev.Refused(code="UNAVAILABLE" | "NOT_FOUND", not_serving=False):
+                    # Another request's arrival or end may be what refuses one that is held.
+                    asked = self._asked.get(effect.request_id)
+                    if asked is not None and (could := self._could(asked, now)):
                         self.violate(f"{effect.request_id} was refused, though {could} answer: {effect.message}")
                 case ev.LifeChanged(out=True):
                     self._put_out(effect, now)
