@@ -106,16 +106,17 @@ class LeaseWatch:
 
 @dataclass(slots=True)
 class _Ill:
-    """An engine's last illness. Times in s. `placed`: requests of its pool since it began, while another engine was well, those
-    of them at the engine. `known`: the same when KNOWN_WITHIN requests had come, with the time."""
+    """An engine's last illness. Times in s. `placed`: requests of its pool since the first one that came to it, while another
+    engine was well, those of them at the engine. `known`: the same when KNOWN_WITHIN requests had come, with the time."""
 
     since: float
     hung: bool
-    answers_status: bool
+    answers_badly: bool
     until: float = inf
     lost: tuple[str, int] = ("", 0)  # incarnation as the router knows it, and its lost requests
     placed: tuple[int, int] = (0, 0)
     known: tuple[int, int, float] = (0, 0, inf)
+    seen: tuple[int, float] = (0, -inf)  # its process, and when that last sent a token, as of the last such request
 
 
 @dataclass
@@ -137,9 +138,9 @@ class LifeWatch:
     # Request -> the instance that it was placed on, until its first token or end.
     _at: dict[str, str] = field(default_factory=dict)
 
-    def fell_ill(self, engine: Engine, *, hung: bool = False, answers_status: bool = False) -> None:
+    def fell_ill(self, engine: Engine, *, hung: bool = False, answers_badly: bool = False) -> None:
         """Note that an engine falls ill, such that routers may put it out."""
-        self._ill[engine.instance_id] = _Ill(asyncio.get_running_loop().time(), hung, answers_status)
+        self._ill[engine.instance_id] = _Ill(asyncio.get_running_loop().time(), hung, answers_badly)
 
     def recovered(self, engine: Engine) -> None:
         """Note that an engine is well again."""
@@ -230,20 +231,28 @@ class LifeWatch:
         if into and record.life.opened and record.life.trial != placed.request_id:
             self.violate(f"{placed.request_id} was placed on {instance_id}, which is out, though {into} answer")
         for ill_id, ill in self._ill.items():
-            concerned = ill.answers_status and ill.until == inf and self.engines[ill_id].model == pool
+            concerned = ill.answers_badly and ill.until == inf and self.engines[ill_id].model == pool
             if concerned and any(name != ill_id for name in could):
                 self._count(ill_id, ill, there=instance_id == ill_id, now=now)
 
     def _count(self, ill_id: str, ill: _Ill, *, there: bool, now: float) -> None:
+        if not (there or ill.placed[1]):
+            return  # Nothing can be known of it yet.
+        engine = self.engines[ill_id]
+        if (seen := (engine.lives, engine.answered_at)) > ill.seen:
+            # It is a new process, of which nothing is known; or answers that had begun before have gone on: until they end, it
+            # does not answer everything so.
+            ill.seen, ill.placed, ill.known = seen, (0, 0), (0, 0, inf)
         every, got = ill.placed = ill.placed[0] + 1, ill.placed[1] + there
         if every == KNOWN_WITHIN:
             ill.known = every, got, now
         before, got_before, at = ill.known
         if every <= KNOWN_WITHIN or not there:
             return
+        answers = engine.ill.status or engine.ill.spoils
         if got - got_before > SHARE * (every - before) + TRIALS + log2(1.0 + now - at):
             self.violate(
-                f"{ill_id} answers {self.engines[ill_id].ill.status} to everything, and got {got - got_before} of the "
+                f"{ill_id} answers {answers} to everything, and got {got - got_before} of the "
                 f"{every - before} requests after the first {KNOWN_WITHIN}"
             )
 

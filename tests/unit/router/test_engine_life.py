@@ -6,7 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pointsman_router.core.instances.engine_life import PROGRESS_S, EngineLife, LifeSettings, PoolAnswers, Wait
+from pointsman_router.core.instances.engine_life import (
+    CIRCUIT_OPEN,
+    NOT_ANSWERING,
+    PROGRESS_S,
+    UNREACHED,
+    EngineLife,
+    LifeSettings,
+    PoolAnswers,
+    Wait,
+)
 
 SETTINGS = LifeSettings(failures=3, first_open_s=1.0, max_open_s=5.0)
 
@@ -293,6 +302,22 @@ def test_answers_that_stand_still_count_as_breaks_once_each() -> None:
     ill.placed("trial", 100.0)
     assert not ill.began("trial", 100.0)
     assert ill.stalled("trial", 111.0, SETTINGS, idle=False), "the trial has failed"
+
+
+def test_others_may_go_to_an_engine_whose_answer_on_trial_has_begun() -> None:
+    """A pool of which answers arrive is not refused, whatever the engine did before and whether its agent is there."""
+    life = EngineLife()
+    life.began("a", 0.0)
+    life.broke_off("a", 1.0, SETTINGS)
+    for number in range(3):
+        life.failed(f"b{number}", 1.0, SETTINGS, UNREACHED)
+    assert life.excluded(1.5, agent_gone=True) == NOT_ANSWERING
+    life.placed("trial", 2.5)
+    assert life.excluded(3.0, agent_gone=True) == NOT_ANSWERING
+    assert not life.began("trial", 3.0), "streams broke before: it is in when the answer has gone on"
+    assert {life.excluded(3.5, agent_gone=gone) for gone in (False, True)} == {CIRCUIT_OPEN}
+    life.failed("trial", 4.0, SETTINGS, UNREACHED)
+    assert life.excluded(4.5, agent_gone=True) == NOT_ANSWERING
 
 
 def test_an_engine_that_generates_nothing_while_its_answers_stand_still_is_out_at_once() -> None:

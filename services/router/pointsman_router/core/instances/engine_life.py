@@ -118,6 +118,10 @@ class EngineLife:
         """Return why the engine gets no request at `now`; empty if it gets one."""
         if not self.open(now):
             return ""
+        if self.trial_began < inf and self.trial:
+            return (
+                CIRCUIT_OPEN  # The answer on trial has begun: the others may go there if they have nowhere else to go.
+            )
         if agent_gone:  # With both witnesses against it, it is probably gone itself.
             return NOT_ANSWERING
         return NOT_ANSWERING if self.answers_nothing(now) and (self.trial or now < self.alone_until) else CIRCUIT_OPEN
