@@ -65,6 +65,9 @@ class Illness:
     """By what its work takes longer."""
     stalls: bool = False
     """Streams stop after some tokens."""
+    spoils: str = ""
+    """How each answer ends after some tokens: the connection "breaks"; the answer "ends" too early; an "error" object comes in
+    place of its next event, or of its body; or "garbage", which is no JSON."""
     load: str = ""
     """What its gauges are: "missing", or "absurd"."""
     events: str = ""
@@ -223,6 +226,9 @@ class Engine:
                 reply.write(b":\n\n")
         for at in range(len(begun), output):
             await asyncio.sleep(OUTPUT_S * ill.slowness)
+            if self.ill.spoils and at - len(begun) >= min(STALLS_AFTER, output - len(begun) - 1):
+                _spoil(reply, self.ill.spoils, stream=bool(asked.get("stream")))
+                return
             if asked.get("stream"):
                 while self.ill.stalls and at - len(begun) >= STALLS_AFTER:  # noqa: ASYNC110 - in virtual time
                     await asyncio.sleep(1.0)
@@ -230,7 +236,8 @@ class Engine:
                 for index, one in enumerate(answers):
                     event = _event({"choices": [_choice("length" if last else None, one[at], index)]})
                     reply.write(event if continued is None else with_comment(one[at : at + 1], event, complete=last))
-                self.answered_at = asyncio.get_running_loop().time()
+                if not self.ill.spoils:
+                    self.answered_at = asyncio.get_running_loop().time()
         self.answered_at = asyncio.get_running_loop().time()
         self.queries += len(tokens)
         self.hits += cached * KEY_TOKENS
@@ -322,6 +329,22 @@ def _refuse(reply: Any, status: int, message: str) -> None:
         reply.end()
         return
     _whole(reply, status, {"error": {"message": message, "code": status}})
+
+
+def _spoil(reply: Any, how: str, *, stream: bool) -> None:
+    """End an answer wrongly (Illness.spoils)."""
+    what = b'{"error":{"message":"no","code":500}}' if how == "error" else b'{"choices":[{"text":'
+    if not stream:
+        reply.start(200, "application/json")
+        reply.write(b"" if how == "ends" else what)
+    elif how in ("error", "garbage"):
+        reply.write(b"data: " + what + b"\n\n")
+    if how == "breaks":
+        reply.lose()
+    else:
+        if stream and how != "ends":
+            reply.write(b"data: [DONE]\n\n")
+        reply.end()
 
 
 def _whole(reply: Any, status: int, body: dict[str, Any]) -> None:

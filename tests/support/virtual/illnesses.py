@@ -12,6 +12,8 @@ from tests.support.virtual.world import World
 # What an ill engine may answer to everything: an error, or a page. Clients may get it, too, until the engine is doubted.
 ANSWERED = (200, 302, 400, 401, 404, 422, 429, 500, 501, 503)
 STATUSES_OF_ILL = set(ANSWERED)
+# How answers may end after some tokens.
+SPOILT = ("breaks", "ends", "error", "garbage")
 
 
 def victim(world: World) -> Engine | None:
@@ -24,11 +26,11 @@ def victim(world: World) -> Engine | None:
 
 def falls_ill(world: World, engine: Engine, illness: Illness, for_s: float) -> None:
     """Let an engine be ill for `for_s`. A lie is nothing for which it may be put out."""
-    ails = bool(illness.status or illness.stalls or illness.slowness > 1.0)
+    ails = bool(illness.status or illness.spoils or illness.stalls or illness.slowness > 1.0)
     engine.ill = illness
     engine.lied |= bool(illness.events)
     if ails:
-        world.lives.fell_ill(engine, answers_status=bool(illness.status))
+        world.lives.fell_ill(engine, answers_badly=bool(illness.status or illness.spoils))
 
     def recover() -> None:
         engine.ill = Illness()
@@ -52,7 +54,7 @@ def _illness(what: str, draw: Callable[[World], Illness]) -> Fault:
             return "nobody falls ill"
         illness = draw(world)
         falls_ill(world, engine, illness, for_s)
-        detail = illness.status or illness.load or illness.events
+        detail = illness.status or illness.spoils or illness.load or illness.events
         return f"{engine.instance_id} {what}{f' ({detail})' if detail else ''}"
 
     return befall
@@ -77,6 +79,7 @@ ILLNESSES: tuple[Fault, ...] = (
     _hangs,
     _illness("stalls in the middle of streams", lambda world: Illness(stalls=True)),
     _illness("answers one status to everything", lambda world: Illness(status=world.rng.choice(ANSWERED))),
+    _illness("spoils each answer", lambda world: Illness(spoils=world.rng.choice(SPOILT))),
     _illness("is slow", lambda world: Illness(slowness=10.0)),
     _illness("has wrong gauges", lambda world: Illness(load=world.rng.choice(("missing", "absurd")))),
     _illness(

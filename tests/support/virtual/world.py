@@ -268,6 +268,8 @@ class GatewayNode:
         finally:
             self._last.discard(session)
         if answer is not None:
+            if answer.status == 200 and "choices" not in msgspec.json.decode(answer.body):
+                raise InvariantViolation(f"{request_id} got {answer.body!r} as an answer")
             return REJECTED if asked.bad else answer.status
         dialects = {engine.traits.dialect for engine in self._world.engines.values() if engine.model == pool}
         answers = [answers_to(asked.prompts, asked.n, asked.output, dialect) for dialect in dialects]
@@ -484,7 +486,7 @@ def _streamed(request_id: str, writer: ResponseWriter, answers: list[list[list[i
         if found := _TEXT.search(event):
             index = _INDEX.search(event)
             texts[int(index[1]) if index else 0].append(int(found[1]))
-    failed = [event for event in events if '"error"' in event]
+    failed = [event for event in events if '"error"' in event or not event.endswith(("}", "[DONE]"))]
     if not any(
         all(text == tokens[: len(text)] for text, tokens in zip(texts, answer, strict=True)) for answer in answers
     ):

@@ -126,6 +126,15 @@ def test_an_engines_own_error_ends_a_stream() -> None:
     assert parse_stream_end(Endpoint.CHAT, openai) == StreamEnd(True, Usage(), "the engine reported an error")
 
 
+@pytest.mark.parametrize("garbage", ['{"choices":[{"text":', "<html>", "[1]"])
+def test_an_event_that_is_no_object_is_the_engines_error(garbage: str) -> None:
+    """Otherwise an engine that spoils each answer, and ends it in order, would count as one that answers."""
+    events = chat_stream({"choices": [{"delta": {"content": "a"}}]})
+    spoilt = events.replace(b"data: [DONE]", f"data: {garbage}\n\ndata: [DONE]".encode())
+    assert parse_stream_end(Endpoint.CHAT, events) == StreamEnd(True)
+    assert parse_stream_end(Endpoint.CHAT, spoilt).error == "the engine sent an event that is no JSON object"
+
+
 @given(
     st.sampled_from(Endpoint),
     st.binary(max_size=300) | st.text(max_size=100).map(lambda text: f"data: {text}".encode()),

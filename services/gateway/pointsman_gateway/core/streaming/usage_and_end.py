@@ -20,6 +20,7 @@ _INCOMPLETE = re.compile(rb'"incomplete_details":\s?\{\s*"reason":\s?"(\w+)"')
 _FUNCTION_CALL = re.compile(rb'"type":\s?"function_call"')
 _ENDS = frozenset({"response.completed", "response.incomplete", "response.failed"})
 _ENGINE_ERROR = "the engine reported an error"
+_NO_OBJECT = "the engine sent an event that is no JSON object"
 # Finish reasons of the other APIs, and earlier ones of OpenAI's -> those of OpenAI's chat completions today.
 _FINISH_REASONS = {
     "function_call": "tool_calls",
@@ -85,6 +86,8 @@ def _openai_ending(lines: list[bytes]) -> StreamEnd:
         reason = _choices_reason(event) or reason
         if event.get("error"):
             error = _ENGINE_ERROR
+        elif not event and line not in (b"[DONE]", b"{}", b""):
+            error = error or _NO_OBJECT
     return StreamEnd(bool(lines) and lines[-1] == b"[DONE]", _openai_usage(usage, reason), error)
 
 
