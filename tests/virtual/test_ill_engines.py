@@ -10,6 +10,7 @@ import pytest
 
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_state_machine import RequestStateMachine
+from pointsman_gateway.core.streaming import usage_and_end
 from pointsman_router.core.agent_reports import AgentReports
 from pointsman_router.core.instances.engine_life import EngineLife
 from pointsman_router.core.instances.event_trust import EventTrust
@@ -33,6 +34,13 @@ async def one_answers_404(world: World, tell: Tell) -> None:
     """Let an engine answer 404 to everything."""
     falls_ill(world, world.engines["e0:1"], Illness(status=404), 30.0)
     tell("e0:1 answers 404 to everything")
+    await asyncio.sleep(22.0)
+
+
+async def one_spoils_answers(world: World, tell: Tell) -> None:
+    """Let an engine send garbage after some tokens of each answer, and end it in order."""
+    falls_ill(world, world.engines["e0:1"], Illness(spoils="garbage"), 30.0)
+    tell("e0:1 spoils each answer")
     await asyncio.sleep(22.0)
 
 
@@ -98,6 +106,7 @@ async def no_events_come(world: World, tell: Tell) -> None:
 TROUBLES = (
     one_hangs,
     one_answers_404,
+    one_spoils_answers,
     one_lies_about_its_load,
     agents_die,
     one_is_alien,
@@ -135,6 +144,11 @@ def believe_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def take_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream in which an event is no JSON has ended well."""
+    monkeypatch.setattr(usage_and_end, "_NO_OBJECT", "")
+
+
 def keep_no_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Instances leave the fleet with their agents, although they answer."""
     monkeypatch.setattr(AgentReports, "_keeps", lambda *_: "")
@@ -169,6 +183,7 @@ def trust_events(monkeypatch: pytest.MonkeyPatch) -> None:
         (see_no_failures, one_hangs, "requests, and is not out"),
         (place_on_all, one_hangs, "which is out, though"),
         (believe_errors, one_answers_404, "answers 404 to everything, and got"),
+        (take_garbage, one_spoils_answers, "answers garbage to everything, and got"),
         (keep_no_instance, agents_die, "was refused, though"),
         (blame_engines, clients_err, "is well, and was put out"),
         (blame_no_request, poison_comes, "got a request that had killed"),
