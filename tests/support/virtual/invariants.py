@@ -42,6 +42,8 @@ MOST_PREDICTED_S = 20.0
 # Within how many requests of its pool an engine that answers one status to everything is known, and its share of those after
 # them. One request at a time is on trial besides, after pauses that double.
 KNOWN_WITHIN, SHARE, TRIALS = 20, 0.05, 3
+# The same of one that spoils its answers: first tokens come from it, so breaks are judged by how often others make any error.
+SPOILT_KNOWN_WITHIN = 60
 # How many engines a request may kill.
 KILLED = 2
 # How long ago an engine that is well has answered at most, and how long after an illness or a start it may be put out, s.
@@ -244,16 +246,17 @@ class LifeWatch:
             # does not answer everything so.
             ill.seen, ill.placed, ill.known = seen, (0, 0), (0, 0, inf)
         every, got = ill.placed = ill.placed[0] + 1, ill.placed[1] + there
-        if every == KNOWN_WITHIN:
+        within = KNOWN_WITHIN if engine.ill.status else SPOILT_KNOWN_WITHIN
+        if every == within:
             ill.known = every, got, now
         before, got_before, at = ill.known
-        if every <= KNOWN_WITHIN or not there:
+        if every <= within or not there:
             return
         answers = engine.ill.status or engine.ill.spoils
         if got - got_before > SHARE * (every - before) + TRIALS + log2(1.0 + now - at):
             self.violate(
                 f"{ill_id} answers {answers} to everything, and got {got - got_before} of the "
-                f"{every - before} requests after the first {KNOWN_WITHIN}"
+                f"{every - before} requests after the first {within}"
             )
 
     def _lost(self, router: Any, instance_id: str, now: float) -> None:
