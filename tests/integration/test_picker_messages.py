@@ -22,6 +22,7 @@ from pointsman.gateway.v1 import ext_proc_pb2 as pb
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.io.channel import END_OF_STREAM
 from pointsman_gateway.io.ext_proc import proxy_stream
+from pointsman_gateway.io.ext_proc.outgoing import Outgoing
 from tests.support.fakes.gateway_peers import MODEL, Stack, gateway_before, peers, stack, until_ready
 from tests.support.repository import REPOSITORY
 from tests.support.waiting import eventually
@@ -332,7 +333,7 @@ async def test_a_stream_that_ends_while_a_message_is_being_sent_gets_its_status(
     """gRPC sends no status behind a message whose sending was given up: the stream would never end for the proxy."""
     slow, goes_on, given_up = asyncio.Event(), asyncio.Event(), []
 
-    class Slow(proxy_stream.Outgoing):
+    class Slow(Outgoing):
         def __init__(self, write: Callable[[pb.ProcessingResponse], Awaitable[None]]) -> None:
             async def slowly(message: pb.ProcessingResponse) -> None:
                 try:
