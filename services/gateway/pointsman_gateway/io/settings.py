@@ -114,9 +114,8 @@ class GatewaySettings(BaseSettings):
     max_connections: int = Field(
         ServerLimits.max_connections,
         gt=0,
-        description="maximum number of clients' open connections of each process, TLS handshakes included. Further ones replace "
-        "the longest idle ones; if none is idle, requests are refused with 503, but for probes and /metrics. A connection with a "
-        "request takes two file descriptors",
+        description="maximum number of clients' open connections of each process, with TLS handshakes; further ones replace the "
+        "longest idle ones, or get 503 if all have requests, but for probes. A busy one takes two file descriptors",
     )
     max_body_bytes: int = Field(32 << 20, gt=0, description="maximum size of a request body, in bytes")
     max_sequences: int = Field(
