@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import math
+import ssl
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from pointsman_common.core.addresses import Address
 from pointsman_common.io.tls import server_context
 from pointsman_gateway.core.http_message import Request, Response
-from pointsman_gateway.io.http import client_connection
+from pointsman_gateway.io.http import client_connection, connection_limit
 from pointsman_gateway.io.http.client_connection import HIGH_WATER, SMALL_BODY, ClientConnection
 from pointsman_gateway.io.http.server import Server
 from pointsman_gateway.io.http.server_types import ServerLimits
 from tests.support.certificates import Authority
+from tests.support.waiting import eventually
 
 LIMITS = ServerLimits(max_body_bytes=100_000, max_buffered_body_bytes=150_000, max_head_bytes=2_000, max_headers=10)
 HEAD = b"POST /echo?q=1 HTTP/1.1\r\nHost: h\r\n"
 WHOLE = HEAD + b"Content-Length: 5\r\n\r\nhello"
+# The gateway runs on uvloop, whose start_tls() differs from asyncio's.
+# The first one in a process opens a pipe that stays open.
+uvloop.new_event_loop().close()
+EVENT_LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2;x=y\r\nlo\r\n0\r\nTrailer: t\r\n\r\n"
 
 
@@ -111,9 +118,9 @@ class Echo:
 class Client:
     """One connection to a server that serves Echo."""
 
-    def __init__(self, beside: Client | None = None) -> None:
+    def __init__(self, beside: Client | None = None, limits: ServerLimits = LIMITS) -> None:
         self.handler: Echo = Echo() if beside is None else beside.handler
-        self.server: Server = Server(self.handler, LIMITS) if beside is None else beside.server
+        self.server: Server = Server(self.handler, limits) if beside is None else beside.server
         self.wire = Wire()
         self.connection = ClientConnection(self.server)
         self.connection.connection_made(self.wire)
@@ -126,6 +133,12 @@ class Client:
         for _ in range(10):
             await asyncio.sleep(0)
         return self.wire.out[before:]
+
+    async def leave(self) -> None:
+        """End the connection, and what it waits for."""
+        self.connection.connection_lost(None)
+        for _ in range(3):
+            await asyncio.sleep(0)
 
 
 def status_of(answer: bytes) -> int:
@@ -514,9 +527,8 @@ def chunks_of(size: int) -> bytes:
 
 
 async def test_connections_are_bounded_and_probes_are_still_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_connection, "SURPLUS", 2)
-    first = Client()
-    first.server.limits = replace(LIMITS, max_connections=3)
+    monkeypatch.setattr(connection_limit, "SURPLUS", 2)
+    first = Client(limits=replace(LIMITS, max_connections=3))
     within = [first, Client(first), Client(first)]
     assert [status_of(await client.send(WHOLE)) for client in within] == [200] * 3
     assert not any(client.wire.closed for client in within)
@@ -544,8 +556,7 @@ async def test_connections_are_bounded_and_probes_are_still_answered(monkeypatch
 
 
 async def test_a_connection_beyond_the_bound_that_sends_nothing_is_soon_closed() -> None:
-    first = Client()
-    first.server.limits = replace(LIMITS, max_connections=1)
+    first = Client(limits=replace(LIMITS, max_connections=1))
     surplus = Client(first)
     assert surplus.connection.deadline < first.connection.deadline
     surplus.connection.overdue(surplus.connection.deadline)
@@ -553,6 +564,48 @@ async def test_a_connection_beyond_the_bound_that_sends_nothing_is_soon_closed()
     slow = Client(first)
     assert await slow.send(posting(60_000)) == b""
     assert slow.connection.deadline - time.monotonic() <= client_connection.LINGER_S
+
+
+async def test_the_longest_idle_connection_gives_way_to_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limit, "GIVES_WAY_AFTER_S", 0.0)
+    first = Client(limits=replace(LIMITS, max_connections=3))
+    streaming, silent = Client(first), Client(first)
+    assert await streaming.send(WHOLE.replace(b"/echo", b"/hang")) == b""
+    assert status_of(await first.send(WHOLE)) == 200
+    # `silent` has waited since it came, `first` since its answer.
+    newcomers = [Client(first), Client(first)]
+    assert (silent.wire.aborted, first.wire.aborted, streaming.wire.closed) == (True, True, False)
+    assert [status_of(await client.send(WHOLE)) for client in newcomers] == [200, 200]
+    for client in (silent, first):
+        client.connection.connection_lost(None)
+    assert not any(client.wire.closed for client in (streaming, *newcomers))
+    # A request that is on its way is not given up, and one more connection is beyond the bound.
+    for client in newcomers:
+        assert await client.send(WHOLE[:20]) == b""
+    assert status_of(await Client(first).send(WHOLE)) == 503
+    assert not any(client.wire.closed for client in (streaming, *newcomers))
+    await streaming.leave()
+
+
+async def test_a_connection_that_has_just_come_does_not_give_way() -> None:
+    first = Client(limits=replace(LIMITS, max_connections=1))
+    assert status_of(await Client(first).send(WHOLE)) == 503
+    assert status_of(await first.send(WHOLE)) == 200
+
+
+@pytest.mark.parametrize("begun", [b"", WHOLE[:20], posting(60_000)], ids=["nothing", "half a head", "no body"])
+async def test_silent_connections_beyond_the_bound_do_not_keep_probes_out(begun: bytes) -> None:
+    first = Client(limits=replace(LIMITS, max_connections=1))
+    assert await first.send(WHOLE.replace(b"/echo", b"/hang")) == b""
+    silent = [Client(first) for _ in range(connection_limit.SURPLUS)]
+    for client in silent:
+        assert await client.send(begun) == b""
+    probe = Client(first)
+    assert silent[0].wire.aborted
+    assert not any(client.wire.closed for client in silent[1:])
+    assert status_of(await probe.send(WHOLE.replace(b"/echo", b"/probe"))) == 200
+    assert not first.wire.closed
+    await first.leave()
 
 
 async def test_all_bodies_together_are_bounded() -> None:
@@ -634,3 +687,59 @@ async def test_a_tls_handshake_that_does_not_come_is_not_waited_for(tmp_path: Pa
         assert await reader.read() == b"", "it took the 60 s that a handshake has by default"
     writer.close()
     await server.close(0.0)
+
+
+async def _tls_server(folder: Path, limits: ServerLimits) -> tuple[Server, int, ssl.SSLContext]:
+    authority = Authority(folder / "authority")
+    signed = authority.sign("gateway")
+    server = Server(Echo(), limits)
+    _, port = await server.start(
+        Address("127.0.0.1", 0), tls=server_context(signed.cert, signed.key, None, ["http/1.1"])
+    )
+    trusting = ssl.create_default_context()
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    return server, port, trusting
+
+
+@EVENT_LOOPS
+def test_a_request_that_comes_with_the_end_of_the_handshake_is_answered(tmp_path: Path, run: Any) -> None:
+    run(_requests_with_the_handshake(tmp_path))
+
+
+async def _requests_with_the_handshake(folder: Path) -> None:
+    server, port, trusting = await _tls_server(folder, LIMITS)
+    for _ in range(20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+        for _ in range(2):
+            writer.write(WHOLE)
+            assert b"200 OK" in await reader.readuntil(b"hello")
+        writer.close()
+    await server.close(0.0)
+
+
+@EVENT_LOOPS
+def test_tls_handshakes_count_as_connections_and_give_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any
+) -> None:
+    run(_silent_handshakes(tmp_path, monkeypatch))
+
+
+async def _silent_handshakes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limit, "SURPLUS", 1)
+    server, port, trusting = await _tls_server(folder, replace(LIMITS, max_connections=2))
+    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+    await eventually(lambda: server.limit.open == 3)
+    # All three are younger than what gives way, but for the one beyond the bound.
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+    writer.write(WHOLE)
+    assert b"503 " in await reader.readuntil(b"too many")
+    assert await silent[2][0].read() == b""
+    monkeypatch.setattr(connection_limit, "GIVES_WAY_AFTER_S", 0.0)
+    reader, other = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+    other.write(WHOLE)
+    assert b"200 OK" in await reader.readuntil(b"hello")
+    assert await silent[0][0].read() == b""
+    await server.close(0.0)
+    assert await silent[1][0].read() == b""
+    for _, opened in (*silent, (reader, writer), (reader, other)):
+        opened.close()

@@ -114,8 +114,8 @@ class GatewaySettings(BaseSettings):
     max_connections: int = Field(
         ServerLimits.max_connections,
         gt=0,
-        description="maximum number of clients' open connections of each process; on further ones requests are refused with 503, "
-        "but for /health, /ready, /livez, /ping and /metrics. A connection with a request takes two file descriptors",
+        description="maximum number of clients' open connections of each process, with TLS handshakes; further ones replace the "
+        "longest idle ones, or get 503 if all have requests, but for probes. A busy one takes two file descriptors",
     )
     max_body_bytes: int = Field(32 << 20, gt=0, description="maximum size of a request body, in bytes")
     max_sequences: int = Field(
@@ -145,7 +145,10 @@ class GatewaySettings(BaseSettings):
         ServerLimits.body_s, gt=0, description="maximum time for a request's whole body to arrive, in seconds"
     )
     keepalive_timeout_s: float = Field(
-        ServerLimits.idle_s, gt=0, description="time after which a client's idle connection is closed, in seconds"
+        ServerLimits.idle_s,
+        gt=0,
+        description="time after which a client's idle connection is closed, in seconds; more than "
+        "proxies and clients keep theirs (Envoy: 1 h), so that no request meets a connection that is being closed",
     )
     placement_timeout_s: float = Field(
         RequestTimeouts.placement_s,

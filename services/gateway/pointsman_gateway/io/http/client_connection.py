@@ -25,6 +25,7 @@ import structlog
 from pointsman_gateway.core.body_decoding import BodyDecoder, BodyTooDense, UndecodableBody, encoding_of
 from pointsman_gateway.core.http_message import Headers, Request, Response, Source, fault_of, head_bytes, path_of
 from pointsman_gateway.core.memory_budget import Holding, MemoryBudget
+from pointsman_gateway.io.http.connection_limit import ConnectionLimit, Place
 from pointsman_gateway.io.http.server_types import (
     HttpHandler,
     ServerLimits,
@@ -42,8 +43,6 @@ log = structlog.get_logger()
 HIGH_WATER = 64 << 10
 # Maximum body of a refused request that is read to its end so that the connection can be kept, bytes.
 SMALL_BODY = 64 << 10
-# Maximum number of connections beyond max_connections, which are taken to answer probes, and the others with a refusal.
-SURPLUS = 256
 # Time for which data of a refused client is still read before the connection is closed, s. Closing at once would destroy the
 # answer on its way.
 LINGER_S = 2.0
@@ -56,6 +55,7 @@ class Listener(Protocol):
     handler: HttpHandler
     limits: ServerLimits
     connections: set[ClientConnection]
+    limit: ConnectionLimit
     closing: bool
     date: dict[str, str]
     bodies: MemoryBudget
@@ -251,11 +251,12 @@ class ClientConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=HIGH_WATER)
         self.server.connections.add(self)
-        beyond = len(self.server.connections) - self._limits.max_connections
-        self._surplus = beyond > 0
-        if beyond > SURPLUS:
+        now = time.monotonic()
+        place = self.server.limit.enter(self, now)
+        self._surplus = place is not Place.WITHIN
+        if place is Place.NONE:
             self._transport.abort()
-        self.deadline = time.monotonic() + (self._limits.head_s if self._surplus else self._limits.idle_s)
+        self.deadline = now + (self._limits.head_s if self._surplus else self._limits.idle_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
@@ -344,6 +345,8 @@ class ClientConnection(asyncio.Protocol):
             return
         self._new_message()
         self._state = _State.HEAD
+        if not self._surplus:
+            self.server.limit.works(self)
         self.deadline = time.monotonic() + self._limits.head_s
 
     def on_url(self, url: bytes) -> None:
@@ -443,6 +446,8 @@ class ClientConnection(asyncio.Protocol):
             return
         assert self._request is not None
         self._state, self.deadline = _State.BUSY, math.inf
+        if self._surplus:
+            self.server.limit.works(self)
         if self._decoder is not None and not self._decoder.complete and self._refusal is None:
             self._refusal = undecodable_body(self.server.handler, self._path())
         self._request.body, self._body = b"".join(self._body), []
@@ -527,7 +532,9 @@ class ClientConnection(asyncio.Protocol):
             self._state = _State.IDLE
             self._refuse(400, "A request arrived before the previous one was answered.", "pipelining_unsupported")
         else:
-            self._state, self.deadline = _State.IDLE, time.monotonic() + self._limits.idle_s
+            now = time.monotonic()
+            self._state, self.deadline = _State.IDLE, now + self._limits.idle_s
+            self.server.limit.waits(self, now)
 
     def common_fields(self) -> dict[str, str]:
         """Return the header fields of every answer, also of answers to invalid requests."""

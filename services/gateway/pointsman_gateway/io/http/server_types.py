@@ -21,13 +21,15 @@ class ServerLimits:
     )  # of all clients' answers that are not streamed together, from their first byte until they are sent
     max_connections: int = (
         1 << 14
-    )  # open at once; beyond it Request.surplus is set, and SURPLUS connections later none is taken
+    )  # open at once; beyond it idle ones are closed, or Request.surplus is set, and SURPLUS connections later none is taken
     max_head_bytes: int = 32 << 10
     max_headers: int = 100
     head_s: float = 10.0
     body_s: float = 120.0
     body_stall_s: float = 15.0  # maximum time between two pieces of a body
-    idle_s: float = 75.0
+    idle_s: float = (
+        3_900.0  # more than Envoy's 1 h and balancers' 10 min: who keeps a connection for less never meets its end
+    )
     stall_s: float = 300.0  # period in which a client must read its answer at the rate below, or is disconnected
     min_read_bytes_per_s: int = 1024
 
