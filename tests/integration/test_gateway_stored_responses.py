@@ -125,6 +125,10 @@ async def test_a_response_that_its_engine_lost_by_a_restart_is_told_from_one_tha
         first.incarnation = "2"
         await changed(up, urls, instances=[first, second])
         assert await answers(urls, lost) == {(404, "response_lost")}
+        await eventually(lambda: not up.router.reserved, "all ends are told")
+        assert [(end.outcome, end.http_status) for end in up.router.finished[-4:]] == [
+            (placement_pb2.OUTCOME_REJECTED, 0)
+        ] * 4, "no evidence against the engine, which routers would put out for errors in a row"
         assert await answers(urls, kept) == {(200, "")}
         assert await answers(urls, await made_at(up, 0)) == {(200, "")}
         await eventually(lambda: not up.router.reserved, "no reservation is left")
@@ -151,6 +155,15 @@ async def test_a_drained_engine_s_responses_are_read_and_not_continued(tmp_path:
         up.engines[0].stored.clear()
         await changed(up, urls, instances=[second], other_instances=[])
         assert await answers(urls, id_) == {(404, "response_lost")}
+
+
+async def test_the_router_is_kept_from_trying_an_engine_that_comes_back(tmp_path: Path) -> None:
+    async with two_gateways(tmp_path) as (up, urls):
+        id_ = await made_at(up, 1)
+        first, second = up.router.pools[0].instances
+        await changed(up, urls, instances=[second], other_instances=[first])
+        assert await answers(urls, id_) == {(200, "")}
+        assert list(up.router.places[-1].exclude) == ["i0"]
 
 
 async def test_a_failing_engine_is_not_replaced_by_one_without_the_response(tmp_path: Path) -> None:

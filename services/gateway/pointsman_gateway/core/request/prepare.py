@@ -221,11 +221,13 @@ def set_keys(request: placement_pb2.PlacementRequest, keys: array[int]) -> None:
 
 
 def _elsewhere(context: RequestContext) -> list[str]:
-    """Return all instances except the one that stores the response which the request continues; empty if it continues none."""
+    """Return all instances except the one that stores the response which the request continues; empty if it continues none.
+    Also those that get no requests now: the router may try one of them."""
     if context.continues is None:
         return []
-    here = context.continues.instance.instance_id
-    return [instance.instance_id for instance in context.state.pool.instances if instance.instance_id != here]
+    here, pool = context.continues.instance.instance_id, context.state.pool
+    known = (instance.instance_id for instances in (pool.instances, pool.other_instances) for instance in instances)
+    return [instance_id for instance_id in known if instance_id != here]
 
 
 def _chain(keys: BlockKeys, prompt: Prompt) -> BlockKeys:

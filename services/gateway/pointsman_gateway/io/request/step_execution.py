@@ -294,6 +294,8 @@ class EngineSteps:
                     self._set_error(NO_ANSWER, body, answer)
                     raise UpstreamError("status 200 without an answer", NO_ANSWER, refused=True)
                 if answer.status == NOT_FOUND and stored is not None and says_not_stored(body):
+                    # The engine is right. Errors in a row would put it out: it is the one that is asked for all that it lost.
+                    self.close_upstream()
                     return self._reject(stored.missing(step.target.incarnation))
                 if answer.status >= 400:
                     body = redact_error(call.endpoint.error_format, answer.status, body)
