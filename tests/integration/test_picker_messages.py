@@ -7,7 +7,7 @@ import contextlib
 import json
 import random
 import subprocess
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -323,6 +323,40 @@ async def test_a_stream_that_ends_leaves_nothing(up: Stack, when: str, how: str)
             await proxy.read_all()
     if when not in ("in the head", "in the body"):
         assert await outcomes(up) == [2]
+    await eventually(lambda: not up.gateway.proxy_streams)
+
+
+async def test_a_stream_that_ends_while_a_message_is_being_sent_gets_its_status(
+    up: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC sends no status behind a message whose sending was given up: the stream would never end for the proxy."""
+    slow, goes_on, given_up = asyncio.Event(), asyncio.Event(), []
+
+    class Slow(proxy_stream.Outgoing):
+        def __init__(self, write: Callable[[pb.ProcessingResponse], Awaitable[None]]) -> None:
+            async def slowly(message: pb.ProcessingResponse) -> None:
+                try:
+                    if message.HasField("response_body"):
+                        slow.set()
+                        await goes_on.wait()
+                    await write(message)
+                except asyncio.CancelledError:
+                    given_up.append(message)
+                    raise
+
+            super().__init__(slowly)
+
+    monkeypatch.setattr(proxy_stream, "Outgoing", Slow)
+    async with Proxy(up) as proxy:
+        await proxy.send(head(), body())
+        await placed(proxy)
+        await proxy.send(answer_head(), answer_body(WORD), answer_body(WORD))
+        await asyncio.wait_for(slow.wait(), 20)
+        await proxy.end()
+        await eventually(lambda: up.router.finished, "the end is told")
+        goes_on.set()
+        await asyncio.wait_for(proxy.read_all(), 20)
+    assert not given_up
     await eventually(lambda: not up.gateway.proxy_streams)
 
 

@@ -19,7 +19,7 @@ from tests.support.router import Client, Report, Session, running
 # Names from outside must not be rendered as markup. Each fleet here has an instance and a session with this name.
 EVIL = "<img src=x onerror=document.title='owned'>"
 # Timeout of Playwright's actions and expectations, ms.
-WITHIN_MS = 15_000
+WITHIN_MS = 30_000
 expect.set_options(timeout=WITHIN_MS)
 
 

@@ -104,9 +104,10 @@ class FleetViewBuilder:
         candidates = []
         for snapshot in snapshots:
             candidate = snapshot.candidate
-            if priced is not None and (below := lower.get(candidate.instance_id)) is not None:
-                candidate = priced(snapshot, blocks[candidate.instance_id], below, reusable, tokens)
-            elif found := blocks.get(candidate.instance_id):
+            instance_id = candidate.instance_id
+            if lower and priced is not None and instance_id in lower:
+                candidate = priced(snapshot, blocks[instance_id], lower[instance_id], reusable, tokens)
+            elif instance_id in blocks and (found := blocks[instance_id]):
                 cached = found * KEY_TOKENS if found * KEY_TOKENS < reusable else reusable
                 cached = max(cached - cached % snapshot.block_size - snapshot.uncertain_tokens, 0)
                 candidate = replace(candidate, cached_tokens=cached, new_tokens=tokens - cached)
@@ -136,7 +137,7 @@ class FleetViewBuilder:
             ]
         if request.single_instance:
             candidates = [replace(candidate, kv_gives="", kv_takes="") for candidate in candidates]
-        if all(candidate.produces_only for candidate in candidates):
+        if candidates and candidates[0].produces_only and all(candidate.produces_only for candidate in candidates):
             candidates = [replace(candidate, produces_only=False) for candidate in candidates]
         if (forgiven := _forgiven(candidates)) is not None:
             candidates = [
@@ -265,11 +266,13 @@ class FleetViewBuilder:
 
         A prompt that no engine of the pool holds goes to any of them: its length may be an estimate, and an engine says best what
         is wrong with it."""
-        tokens, output, begun = request.context_tokens, request.max_output_tokens, request.begun_by
-        contexts = self._instances.contexts(pool, request.model)
+        contexts, begun = self._instances.contexts(pool, request.model), request.begun_by
+        resumed = request.resumed and begun != UNKNOWN_IDENTITY
+        if len(contexts) < 2 and not resumed:
+            return None
+        tokens, output = request.context_tokens, request.max_output_tokens
         held = [context.holds(tokens, output) for context in contexts]
         limited = not all(held) and any(held)
-        resumed = request.resumed and begun != UNKNOWN_IDENTITY
         if not limited and not resumed:
             return None
 

@@ -24,7 +24,7 @@ class Outgoing:
         self._unsent = 0
         self._source: Source | None = None
         self._wake = asyncio.Event()
-        self._last = False
+        self._last = self._stopped = False
 
     @property
     def full(self) -> bool:
@@ -56,13 +56,20 @@ class Outgoing:
         self._last = True
         self._wake.set()
 
+    def stop(self) -> None:
+        """Let run() return as soon as the message that is being sent is sent; drop the others."""
+        self._stopped = True
+        self._wake.set()
+
     async def run(self) -> None:
-        """Send until end(). What the transport raises ends it."""
+        """Send until end() or stop(). What the transport raises ends it."""
         while True:
             while self._waiting:
                 for message in self._next():
+                    if self._stopped:
+                        return
                     await self._write(message)
-            if self._last:
+            if self._last or self._stopped:
                 return
             self._wake.clear()
             await self._wake.wait()

@@ -197,9 +197,15 @@ class ProxyStream:
                 await self._context.abort(grpc.StatusCode.INTERNAL, "the answer was broken off")
         finally:
             self._writer.lost = True
-            for task in (self._work, reading, sending):
-                task.cancel()
-            await asyncio.gather(self._work, reading, sending, return_exceptions=True)
+            self._outgoing.stop()
+            self._work.cancel()
+            reading.cancel()
+            try:
+                # gRPC sends no status behind a message whose sending was given up, and the stream would never end for the proxy.
+                await asyncio.wait({sending}, timeout=self._streams.limits.stall_s)
+            finally:
+                sending.cancel()
+                await asyncio.gather(self._work, reading, sending, return_exceptions=True)
 
     def _end_for(self, reading: asyncio.Task[bool], sending: asyncio.Task[None]) -> None:
         """End the work, since nothing more can be read or sent: the stream is over, or a message cannot be handled."""

@@ -80,7 +80,7 @@ class SessionLedger:
         # Tail key -> (session, the key that followed it in the request that continued it).
         self._tails: dict[int, tuple[str, int]] = {}
         # Place of a tail key in its prompt -> number of tails.
-        self._tail_places: Counter[int] = Counter()
+        self._tail_places: dict[int, int] = {}
         self._inherited = InheritedSessions(self.chances)
 
     def __len__(self) -> int:
@@ -292,7 +292,7 @@ class SessionLedger:
         session.middle = keys[session.middle_at]
         if (other := self._tails.get(session.tail)) is not None:
             self._leave_place(self.sessions[other[0]].tail_at)
-        self._tail_places[session.tail_at] += 1
+        self._tail_places[last] = self._tail_places.get(last, 0) + 1
         self._tails[session.tail] = session.name, _NONE_YET if other is None else _SEVERAL
 
     def _unmark(self, session: CountedSession) -> None:
@@ -303,8 +303,10 @@ class SessionLedger:
             self._leave_place(session.tail_at)
 
     def _leave_place(self, at: int) -> None:
-        self._tail_places[at] -= 1
-        if not self._tail_places[at]:
+        left = self._tail_places[at] - 1
+        if left:
+            self._tail_places[at] = left
+        else:
             del self._tail_places[at]
 
     # ---- lists and sums ----

@@ -250,9 +250,11 @@ class PrefixKnowledge:
             target_tokens=target_tokens,
         )
         record = self.instances.get(reservation.instance_id)
-        if record is not None and record.follows_events and prompt.keys and reservation.new_tokens:
+        if record is None or not prompt.keys or not record.follows_events:
+            return prompt
+        if reservation.new_tokens:
             self.prefill_progress.watch(prompt, self.index)
-        if record is not None and record.follows_events and prompt.keys and record.needs_placements:
+        if record.needs_placements:
             self._look_up(prompt, record)
         return prompt
 

@@ -222,9 +222,12 @@ def lowest(
 ) -> Candidate:
     """Return the candidate with the least score (`scores` by instance id); ties by `then`, then in turn. `candidates` must not be
     empty."""
-    low = min([scores[candidate.instance_id] for candidate in candidates])
-    equal = [candidate for candidate in rotated(candidates, decision_number) if scores[candidate.instance_id] == low]
-    return min(equal, key=then) if then and len(equal) > 1 else equal[0]
+    turned = rotated(candidates, decision_number)
+    listed = [scores[candidate.instance_id] for candidate in turned]
+    low = min(listed)
+    if then is None or listed.count(low) == 1:
+        return turned[listed.index(low)]
+    return min([candidate for candidate, score in zip(turned, listed, strict=True) if score == low], key=then)
 
 
 def mean(values: Iterable[float]) -> float:
@@ -309,11 +312,13 @@ def _named(view: FleetView, instance_id: str) -> Candidate:
 def _runner_up(scores: Mapping[str, float], chosen: str) -> tuple[str, float | None]:
     """Return the best scored candidate besides `chosen` ("" if there is none; of equal ones the first by name), and by how much
     its score is worse than the chosen one's (None: unknown)."""
-    runner_up, least_score = "", math.inf
-    for instance_id, score in scores.items():
-        if score <= least_score and instance_id != chosen and (score < least_score or instance_id < runner_up):
-            runner_up, least_score = instance_id, score
-    return runner_up, least_score - scores[chosen] if runner_up and chosen in scores else None
+    others = dict(scores)
+    own = others.pop(chosen, None)
+    least_score = min(others.values(), default=math.inf)
+    if least_score == math.inf:
+        return "", None
+    runner_up = min([instance_id for instance_id, score in others.items() if score == least_score])
+    return runner_up, None if own is None else least_score - own
 
 
 def _owner_note(view: FleetView) -> tuple[str, ...]:

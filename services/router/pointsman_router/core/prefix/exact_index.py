@@ -273,13 +273,13 @@ class PrefixIndex:
                 middle = (low + high) >> 1
                 key = keys[middle]
                 holding = masks[key & _SHARD].get(key, 0) & mask
-                if holding == mask:
+                if not holding:
+                    high = middle
+                elif holding == mask:
                     low = middle + 1
-                elif holding:
+                else:
                     spans.append((low, middle, mask ^ holding))
                     low, mask = middle + 1, holding
-                else:
-                    high = middle
             if low and mask:
                 yield low, mask
 

@@ -8,7 +8,7 @@ both. So keys that were just computed count at once, until events confirm them (
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 # How long a provisional key counts, s.
@@ -26,6 +26,8 @@ class ProvisionalBlocks:
         self._held: dict[str, set[int]] = {}
         self._ends: deque[tuple[float, str, Sequence[int]]] = deque()
         self._queued = 0
+        # The first key of each entry of `_ends` -> number of entries.
+        self._heads: dict[int, int] = {}
 
     def __len__(self) -> int:
         """Return how many keys were added and have not expired, including confirmed ones."""
@@ -45,16 +47,18 @@ class ProvisionalBlocks:
         self._held.setdefault(instance_id, set()).update(keys)
         self._ends.append((now + self._seconds, instance_id, keys))
         self._queued += len(keys)
+        self._heads[keys[0]] = self._heads.get(keys[0], 0) + 1
 
     def reach(self, keys: Sequence[int], blocks: Mapping[str, int]) -> dict[str, int]:
         """Return how many of `keys`, counted from the first, an instance has, for those that have more of them than `blocks` says
         by the index. Instances that are not in `blocks` are left out."""
         found: dict[str, int] = {}
-        first, last = keys[0] if keys else 0, len(keys)
+        last = len(keys)
+        # Most instances have no block, and the first key of a prompt is the first one of an entry, or in none.
+        begun = last > 0 and keys[0] in self._heads
         for instance_id in self._held.keys() & blocks.keys():
-            held, known = self._held[instance_id], blocks[instance_id]
-            # Most instances have no block. An array makes an int of each key that is read.
-            if known < last and (keys[known] if known else first) in held:
+            known = blocks[instance_id]
+            if (known or begun) and known < last and keys[known] in (held := self._held[instance_id]):
                 found[instance_id] = _run_end(held, keys, known + 1)
         return found
 
@@ -80,10 +84,13 @@ class ProvisionalBlocks:
         for instance_id, held in self._held.items():
             assert held <= ending.get(instance_id, set())
         assert self._queued == sum(len(keys) for _, _, keys in self._ends) <= self._max_keys
+        assert self._heads == Counter(keys[0] for _, _, keys in self._ends)
 
     def _end_oldest(self) -> None:
         _, instance_id, keys = self._ends.popleft()
         self._queued -= len(keys)
+        if left := self._heads.pop(keys[0]) - 1:
+            self._heads[keys[0]] = left
         self._remove(instance_id, keys)
 
     def _remove(self, instance_id: str, keys: Iterable[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -212,8 +212,9 @@ class DecisionLog:
         ownership of the pool."""
         self._decided += 1
         backlogs = [candidate.prefill_backlog for candidate in decision.view.candidates]
-        held = _held_bytes(backlogs, self._newest_backlogs)
-        self._newest_backlogs = frozenset(map(id, backlogs))
+        ids = frozenset(map(id, backlogs))
+        held = _held_bytes(backlogs, ids - self._newest_backlogs)
+        self._newest_backlogs = ids
         logged = LoggedDecision(decision, unix_s, decide_s, number=self._decided, held_bytes=held, epoch=epoch)
         self._by_id[decision.decision_id] = logged
         self._by_request[decision.request.request_id] = decision.decision_id
@@ -313,10 +314,10 @@ def line_bytes(decision: Decision) -> int:
     )
 
 
-def _held_bytes(backlogs: Sequence[PrefillBacklog], known: Collection[int]) -> int:
+def _held_bytes(backlogs: Sequence[PrefillBacklog], new: Set[int]) -> int:
     """Estimate the memory that a decision on instances with these backlogs adds to that of the decision before it, in bytes.
-    `known`: the ids of that decision's backlogs. The snapshot of an instance, with its backlog, is a new object only if the
-    instance changed in between (policy_views.py)."""
-    changed = [backlog for backlog in backlogs if id(backlog) not in known]
+    `new`: the ids of the backlogs that are not among that decision's. The snapshot of an instance, with its backlog, is a new
+    object only if the instance changed in between (policy_views.py)."""
+    changed = [backlog for backlog in backlogs if id(backlog) in new] if new else []
     listed = sum([len(backlog.queue) + len(backlog.remainders) for backlog in changed])
     return _DECISION_BYTES + _CANDIDATE_BYTES * len(backlogs) + _CHANGED_BYTES * len(changed) + _LISTED_BYTES * listed
