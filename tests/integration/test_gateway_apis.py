@@ -16,7 +16,7 @@ import pytest
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import prompt_keys
 from pointsman_gateway.core.api import ROUTES, Endpoint, parse
-from pointsman_gateway.core.api.openai_responses import response_id
+from pointsman_gateway.core.stored_responses import response_id
 from tests.support.fakes.gateway_peers import MODEL, Stack, refusal, stack
 from tests.support.gateway_requests import BODIES, MESSAGES, RESPONSES, WORDS, ask, claude, finished, gpt
 from tests.support.waiting import eventually
@@ -76,7 +76,7 @@ async def test_a_stored_response_is_found_by_its_id_alone(up: Stack, tmp_path: P
         assert up.engines[1].requests[-1][1]["previous_response_id"] == first.id
         assert list(up.router.places[-1].keys) == []
         # The id names the instance and gateways keep no state of responses, so another gateway finds it, too.
-        assert second.id.startswith(response_id("i1", "default", "")[:25])
+        assert second.id.startswith(response_id("i1", "1", "default", "")[:25])
         assert (await client.responses.retrieve(second.id)).id == second.id
         assert (await client.responses.cancel(second.id)).status == "cancelled"
         seen = [path for path, _, _ in up.engines[1].requests[-2:]]

@@ -16,13 +16,17 @@ def fleet_update(before: placement_pb2.Fleet, after: placement_pb2.Fleet) -> pla
 
 
 def _pool_update(before: placement_pb2.Pool | None, after: placement_pb2.Pool) -> placement_pb2.PoolUpdate:
-    known = {instance.instance_id: instance for instance in before.instances} if before is not None else {}
+    before = before or placement_pb2.Pool()
+    removed = set[str]()
+    changed = []
+    for earlier, now in ((before.instances, after.instances), (before.other_instances, after.other_instances)):
+        known = {instance.instance_id: instance for instance in earlier}
+        removed |= known.keys() - {instance.instance_id for instance in now}
+        changed.append([instance for instance in now if known.get(instance.instance_id) != instance])
     update = placement_pb2.PoolUpdate(
-        model=after.model,
-        instances=[instance for instance in after.instances if known.get(instance.instance_id) != instance],
-        removed_instance_ids=sorted(known.keys() - {instance.instance_id for instance in after.instances}),
+        model=after.model, instances=changed[0], other_instances=changed[1], removed_instance_ids=sorted(removed)
     )
-    if before is None or _description(before) != _description(after):
+    if _description(before) != _description(after):
         update.description.CopyFrom(_description(after))
     return update
 
@@ -30,5 +34,5 @@ def _pool_update(before: placement_pb2.Pool | None, after: placement_pb2.Pool) -
 def _description(pool: placement_pb2.Pool) -> placement_pb2.Pool:
     described = placement_pb2.Pool()
     described.CopyFrom(pool)
-    del described.instances[:]
+    del described.instances[:], described.other_instances[:]
     return described

@@ -108,9 +108,9 @@ class FakeEngine:
                 count = 9
             script = Script(kind, body, self.words, count)
             if kind is Endpoint.RESPONSES:
+                if (before := body.get("previous_response_id", "")) not in ("", *self.stored):
+                    return _not_stored(before)
                 self.stored[body.get("request_id", "")] = script.whole()
-            if kind is Endpoint.RESPONSES and body.get("previous_response_id", "") not in ("", *self.stored):
-                return web.json_response({"error": {"message": "not found", "code": 404}}, status=404)
             if not body.get("stream"):
                 whole = script.whole()
                 if self.mode == "stopped":
@@ -178,7 +178,7 @@ class FakeEngine:
         await self._hang()
         found = self.stored.get(request.match_info["id"])
         if found is None:
-            return web.json_response({"error": {"message": "not found", "code": 404}}, status=404)
+            return _not_stored(request.match_info["id"])
         if request.query.get("stream") == "true":
             return await self._stream(request, Script(Endpoint.RESPONSES, found, self.words, 9))
         cancelled = {"status": "cancelled"} if request.path.endswith("/cancel") else {}
@@ -207,6 +207,11 @@ class FakeEngine:
     async def stop_listening(self) -> None:
         """Stop accepting connections; open ones stay."""
         await self._site.stop()
+
+
+def _not_stored(id_: str) -> web.Response:
+    error = {"message": f"Response with id '{id_}' not found.", "type": "invalid_request_error"}
+    return web.json_response({"error": error | {"param": "response_id", "code": 404}}, status=404)
 
 
 Placer = Callable[[placement_pb2.PlacementRequest], placement_pb2.Placement | placement_pb2.Refusal | None]

@@ -39,6 +39,20 @@ def test_instances_come_change_and_go_in_order_and_the_rest_stays() -> None:
     assert (known.pools["m"].owner.router_id, list(known.pools["m"].lora_names)) == ("r", ["l"])
 
 
+def test_an_instance_that_gets_no_requests_is_known_as_such_until_it_goes() -> None:
+    known = KnownFleet(fleet("b", "d"))
+    known.apply(
+        update(placement_pb2.PoolUpdate(model="m", removed_instance_ids=["d"], other_instances=[ref("d"), ref("a")]))
+    )
+    pool = known.pools["m"]
+    assert (list(pool.instances), list(pool.other_instances)) == ([ref("b")], [ref("a"), ref("d")])
+    known.apply(update(placement_pb2.PoolUpdate(model="m", description=placement_pb2.Pool(model="m"))))
+    assert known.pools["m"].other_instances == pool.other_instances
+    known.apply(update(placement_pb2.PoolUpdate(model="m", removed_instance_ids=["a", "d"], instances=[ref("d")])))
+    assert (list(known.pools["m"].instances), len(known.pools["m"].other_instances)) == ([ref("b"), ref("d")], 0)
+    assert list(KnownFleet(placement_pb2.Fleet(pools=[pool])).pools["m"].other_instances) == [ref("a"), ref("d")]
+
+
 def test_a_description_replaces_all_but_the_instances() -> None:
     known = KnownFleet(fleet("a"))
     described = placement_pb2.Pool(model="m", max_model_len=7)

@@ -6,12 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pointsman_gateway.core.api import Endpoint, parse
 from pointsman_gateway.core.api.anthropic_messages import disabled_effort, merged_system, system_only_first
-from pointsman_gateway.core.api.openai_responses import response_id, storing_instance
 from tests.support.tiny_tokenizer import CHATML
 
 
@@ -199,19 +196,3 @@ def test_custom_tools_and_namespaces_become_functions() -> None:
 )
 def test_what_only_the_engine_has_is_opaque(fields: dict[str, Any]) -> None:
     assert untokenizable(Endpoint.RESPONSES, **({"input": "hi"} | fields))
-
-
-INSTANCES = st.lists(st.text(min_size=1, max_size=20), unique=True, min_size=1, max_size=8)
-
-
-@given(INSTANCES, st.text(max_size=8), st.text(max_size=8), st.uuids(), st.data())
-def test_a_response_id_says_where_it_is_and_whose(
-    instances: list[str], tenant: str, other: str, uuid: Any, data: st.DataObject
-) -> None:
-    here = data.draw(st.sampled_from(instances))
-    made = response_id(here, tenant, uuid.hex)
-    assert storing_instance(made, tenant, instances) == here
-    assert storing_instance(made, tenant, [instance_id for instance_id in instances if instance_id != here]) is None
-    assert (storing_instance(made, other, instances) is None) == (other != tenant)
-    for wrong in ("", "resp_" + uuid.hex, made + "0", made.upper(), "../" + made):
-        assert storing_instance(wrong, tenant, instances) is None

@@ -1767,6 +1767,7 @@ class PoolUpdate(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     INSTANCES_FIELD_NUMBER: _builtins.int
     REMOVED_INSTANCE_IDS_FIELD_NUMBER: _builtins.int
+    OTHER_INSTANCES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the pool."""
     @_builtins.property
@@ -1777,11 +1778,17 @@ class PoolUpdate(_message.Message):
 
     @_builtins.property
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceRef]:
-        """New and changed instances. Each replaces the one with the same instance_id."""
+        """New and changed placeable instances. Each replaces the one with the same instance_id."""
 
     @_builtins.property
     def removed_instance_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of instances that are no longer placeable."""
+        """Ids of instances that are no longer where they were, among Pool.instances or Pool.other_instances. To be removed from both
+        before `instances` and `other_instances` are added.
+        """
+
+    @_builtins.property
+    def other_instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceRef]:
+        """New and changed instances of Pool.other_instances. Each replaces the one with the same instance_id."""
 
     def __init__(
         self,
@@ -1790,10 +1797,11 @@ class PoolUpdate(_message.Message):
         description: Global___Pool | None = ...,
         instances: _abc.Iterable[Global___InstanceRef] | None = ...,
         removed_instance_ids: _abc.Iterable[_builtins.str] | None = ...,
+        other_instances: _abc.Iterable[Global___InstanceRef] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "instances", b"instances", "model", b"model", "removed_instance_ids", b"removed_instance_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "instances", b"instances", "model", b"model", "other_instances", b"other_instances", "removed_instance_ids", b"removed_instance_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1812,6 +1820,7 @@ class Pool(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     INSTANCES_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    OTHER_INSTANCES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the pool."""
     model_root: _builtins.str
@@ -1834,6 +1843,12 @@ class Pool(_message.Message):
     def owner(self) -> Global___Owner:
         """Owner of the pool. Absent if nobody owns it."""
 
+    @_builtins.property
+    def other_instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceRef]:
+        """The instances that get no requests now, ordered by instance_id: drained, cordoned, suspended, and those that fail while others
+        do not. They may have stored responses. Routers of earlier versions send none.
+        """
+
     def __init__(
         self,
         *,
@@ -1844,10 +1859,11 @@ class Pool(_message.Message):
         max_model_len: _builtins.int = ...,
         instances: _abc.Iterable[Global___InstanceRef] | None = ...,
         owner: Global___Owner | None = ...,
+        other_instances: _abc.Iterable[Global___InstanceRef] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "model", b"model", "model_root", b"model_root", "owner", b"owner", "served_names", b"served_names"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "model", b"model", "model_root", b"model_root", "other_instances", b"other_instances", "owner", b"owner", "served_names", b"served_names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import TYPE_CHECKING
 
 from pointsman.router.v1 import placement_pb2
+
+if TYPE_CHECKING:
+    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 
 class OutOfStep(Exception):
@@ -23,12 +27,11 @@ class KnownFleet:
         )
         self.pools: dict[str, placement_pb2.Pool] = {}
         # Ids of each pool's instances, in the order of the instances: sorted, for a binary search among a thousand.
-        self._ids: dict[str, list[str]] = {}
+        self._ids: dict[str, tuple[list[str], list[str]]] = {}
         for pool in fleet.pools:
-            self._ids[pool.model] = ids = [instance.instance_id for instance in pool.instances]
-            if ids != sorted(ids):
-                pool.instances.sort(key=lambda one: one.instance_id)
-                ids.sort()
+            for instances in _both(pool):
+                instances.sort(key=_id_of)
+            self._ids[pool.model] = [*map(_id_of, pool.instances)], [*map(_id_of, pool.other_instances)]
             self.pools[pool.model] = pool
 
     def apply(self, update: placement_pb2.FleetUpdate) -> None:
@@ -49,18 +52,34 @@ class KnownFleet:
             pool.CopyFrom(before)
         else:
             pool.CopyFrom(changed.description)
-            del pool.instances[:]
-            pool.instances.extend(before.instances if before is not None else ())
-        ids = self._ids.setdefault(changed.model, [])
-        for instance_id in changed.removed_instance_ids:
-            at = bisect_left(ids, instance_id)
-            if ids[at : at + 1] == [instance_id]:
-                del ids[at], pool.instances[at]
-        for instance in changed.instances:
-            at = bisect_left(ids, instance.instance_id)
-            if ids[at : at + 1] == [instance.instance_id]:
-                pool.instances[at].CopyFrom(instance)
-            else:
-                ids.insert(at, instance.instance_id)
-                pool.instances.insert(at, instance)
+            for instances, earlier in zip(_both(pool), _both(before or placement_pb2.Pool()), strict=True):
+                del instances[:]
+                instances.extend(earlier)
+        all_ids = self._ids.setdefault(changed.model, ([], []))
+        for instances, ids, put in zip(_both(pool), all_ids, _both(changed), strict=True):
+            for instance_id in changed.removed_instance_ids:
+                at = bisect_left(ids, instance_id)
+                if ids[at : at + 1] == [instance_id]:
+                    del ids[at], instances[at]
+            for instance in put:
+                at = bisect_left(ids, instance.instance_id)
+                if ids[at : at + 1] == [instance.instance_id]:
+                    instances[at].CopyFrom(instance)
+                else:
+                    ids.insert(at, instance.instance_id)
+                    instances.insert(at, instance)
         self.pools[changed.model] = pool
+
+
+def _both(
+    pool: placement_pb2.Pool | placement_pb2.PoolUpdate,
+) -> tuple[
+    RepeatedCompositeFieldContainer[placement_pb2.InstanceRef],
+    RepeatedCompositeFieldContainer[placement_pb2.InstanceRef],
+]:
+    """Return the instances that are placeable, and the others."""
+    return pool.instances, pool.other_instances
+
+
+def _id_of(instance: placement_pb2.InstanceRef) -> str:
+    return instance.instance_id

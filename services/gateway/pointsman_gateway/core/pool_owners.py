@@ -51,6 +51,11 @@ class PoolOwners:
         timeouts = [fleet.ownerless_timeout_s for _, fleet in self._fleets.values()]
         return max((timeout_s for timeout_s in timeouts if timeout_s is not None), default=DEFAULT_OWNER_TIMEOUT_S)
 
+    @property
+    def complete(self) -> bool:
+        """Whether the pools are certainly the whole fleet: a router describes it now, and none has just started."""
+        return bool(self._fleets) and not any(fleet.starting for _, fleet in self._fleets.values())
+
     def addresses(self) -> set[str]:
         """Return the addresses of all owners."""
         return {pool.owner.address for pool in self._pools.values() if pool.HasField("owner")}

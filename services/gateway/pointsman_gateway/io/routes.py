@@ -48,6 +48,7 @@ from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import RequestTimeouts
 from pointsman_gateway.core.request.sessions import bounded_id
 from pointsman_gateway.core.request_usage import CLIENT_LEFT, RequestUsage, UsageLine, outcome_of
+from pointsman_gateway.core.stored_responses import not_stored
 from pointsman_gateway.core.streaming.pings import as_event, ping_in_silence
 from pointsman_gateway.core.tenant_pace import TenantPace
 from pointsman_gateway.core.tenants import DEFAULT_TENANT, Client
@@ -529,6 +530,13 @@ class Gateway:
             self._keep_pace(self._dry_run_pace, client, "dry runs")
         if call.stream and not dry:
             ping_in_silence(request, endpoint.error_format, self._silence_s(client), received_at)
+        continues = None
+        if call.previous_response_id:
+            continues = self._unplaced_proxy.find(call.previous_response_id, client.tenant)
+            if continues.pool != state.pool.model:
+                raise not_stored(continues.id, "it is another model's.")
+            if not continues.placeable:
+                raise continues.unavailable()
         context = RequestContext(
             request.id,
             request.client_id,
@@ -540,6 +548,7 @@ class Gateway:
             key_charge,
             received_at,
             request.trace,
+            continues,
         )
         await self._preparer.prepare(context, dry=dry)
         key_charge.charge(context.prompt_tokens, received_at)

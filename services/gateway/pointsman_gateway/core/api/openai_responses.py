@@ -1,21 +1,16 @@
-"""OpenAI's /v1/responses: its conversion to the chat that vLLM renders, and response ids that contain the storing instance.
+"""OpenAI's /v1/responses: its conversion to the chat that vLLM renders.
 
 The conversion follows vLLM 0.32 `entrypoints/openai/responses/{protocol,utils}.py` (`construct_input_messages`) and
-`tool_parsers/utils.py` (custom tools and namespaces). vLLM keeps responses in the memory of the server that generated them
-(`VLLM_ENABLE_RESPONSES_API_STORE=1`), so a request that continues, reads or cancels a response must reach that server. The id
-identifies the server: the gateway sets `request_id`, which vLLM uses as the response's id.
+`tool_parsers/utils.py` (custom tools and namespaces).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pointsman_gateway.core.api.anthropic_messages import Unconvertible
-from pointsman_gateway.core.api.errors import ApiRequestError
 from pointsman_gateway.core.api.field_checks import (
     BOOLEAN,
     COMMON,
@@ -54,7 +49,6 @@ _TEXT_INPUT = {
     "required": ["input"],
     "additionalProperties": False,
 }
-_ID = re.compile(r"resp_([0-9a-f]{12})([0-9a-f]{8})[0-9a-f]{32}")
 
 
 def check_responses(body: dict[str, Any]) -> None:
@@ -92,37 +86,6 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     if body.get("tools"):
         chat["tools"] = list(_tools(body["tools"]))
     return chat
-
-
-def response_id(instance_id: str, tenant: str, request_id: str) -> str:
-    """Return an id for a response that `instance_id` will store. Any gateway can find the instance and check the tenant by it.
-    `request_id` (32 hex digits) makes the id unguessable."""
-    return f"resp_{instance_tag(instance_id)}{_tag(tenant, 8)}{request_id}"
-
-
-def storing_instance(id_: str, tenant: str, instance_ids: Iterable[str]) -> str | None:
-    """Return which of `instance_ids` stores the response `id_`; None if none of them does, or if it is another tenant's.
-
-    A forged tag gives no access: the engine finds a response only by its whole id.
-    """
-    found = _ID.fullmatch(id_)
-    if found is None or found[2] != _tag(tenant, 8):
-        return None
-    return next((instance_id for instance_id in instance_ids if instance_tag(instance_id) == found[1]), None)
-
-
-def not_stored(id_: str) -> ApiRequestError:
-    """Return the error for a response that no instance stores, or that is another tenant's."""
-    return ApiRequestError(404, f"Response with id '{id_}' not found.", param="response_id", code="not_found")
-
-
-def instance_tag(instance_id: str) -> str:
-    """Return 12 hex digits that identify an instance, the same in every gateway."""
-    return _tag(instance_id, 12)
-
-
-def _tag(text: str, digits: int) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:digits]
 
 
 def _continues(given: object) -> bool:

@@ -14,11 +14,9 @@ from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_common.core.session_names import session_name
 from pointsman_gateway.core.api import ApiCall, estimated_tokens
 from pointsman_gateway.core.api.errors import ApiRequestError
-from pointsman_gateway.core.api.openai_responses import not_stored, storing_instance
 from pointsman_gateway.core.api.prompt_length import check_output, check_tokens
 from pointsman_gateway.core.forwarded_headers import upstream_headers
 from pointsman_gateway.core.http_message import Headers
-from pointsman_gateway.core.pool_state import PoolState
 from pointsman_gateway.core.request.agent_headers import SESSION_HEADER, AgentIdentity, agent_identity
 from pointsman_gateway.core.request.gen_ai_attributes import request_attributes
 from pointsman_gateway.core.request.request_context import RequestContext
@@ -82,7 +80,7 @@ class RequestPreparer:
     def prepare(self, context: RequestContext, tokens: Tokens, now: float, *, dry: bool) -> None:
         """Complete a request's context by its tokens. Raises ApiRequestError. Mutates `context` and, except in a dry run (`dry`),
         the sessions."""
-        call, state, client, headers = context.call, context.state, context.client, context.headers
+        call, client, headers = context.call, context.client, context.headers
         prompt, keys, request_id, tenant = tokens.prompt, tokens.keys, context.request_id, client.tenant
         told = agent_identity(headers) if self._agent_headers else AgentIdentity()
         # Codex gives the requests of all agents of a run one prompt_cache_key.
@@ -108,7 +106,7 @@ class RequestPreparer:
             max_output_tokens=call.max_output_tokens if call.endpoint.generates else 1,
             # With media the tokens of the text are not all.
             longest_prompt_tokens=0 if prompt is None or prompt.media else max(prompt.lengths),
-            exclude=_elsewhere(call, state, tenant),
+            exclude=_elsewhere(context),
             traceparent=traceparent if len(traceparent) <= MAX_TRACEPARENT else "",
             priority=client.priority,
             weight=client.weight,
@@ -222,18 +220,14 @@ def set_keys(request: placement_pb2.PlacementRequest, keys: array[int]) -> None:
     request.MergeFromString(bytes(head) + packed)
 
 
-def _elsewhere(call: ApiCall, state: PoolState, tenant: str) -> list[str]:
-    """Return all instances except the one that stores the response which `call` continues; empty if it continues none.
-
-    Raises ApiRequestError if no instance stores the response.
-    """
-    if not call.previous_response_id:
+def _elsewhere(context: RequestContext) -> list[str]:
+    """Return all instances except the one that stores the response which the request continues; empty if it continues none.
+    Also those that get no requests now: the router may try one of them."""
+    if context.continues is None:
         return []
-    ids = [instance.instance_id for instance in state.pool.instances]
-    here = storing_instance(call.previous_response_id, tenant, ids)
-    if here is None:
-        raise not_stored(call.previous_response_id)
-    return [instance_id for instance_id in ids if instance_id != here]
+    here, pool = context.continues.instance.instance_id, context.state.pool
+    known = (instance.instance_id for instances in (pool.instances, pool.other_instances) for instance in instances)
+    return [instance_id for instance_id in known if instance_id != here]
 
 
 def _chain(keys: BlockKeys, prompt: Prompt) -> BlockKeys:

@@ -8,12 +8,12 @@ from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity, Use, compatible, merged
 from pointsman_gateway.core.api import ApiCall, Endpoint, with_fields
-from pointsman_gateway.core.api.openai_responses import response_id
 from pointsman_gateway.core.http_message import Headers
 from pointsman_gateway.core.pool_state import PoolState
 from pointsman_gateway.core.rate_limits import KeyCharge
 from pointsman_gateway.core.request.request_events import StepAssigned, Target
 from pointsman_gateway.core.request_trace import RequestTrace
+from pointsman_gateway.core.stored_responses import StoredResponse, response_id
 from pointsman_gateway.core.tenants import Client
 from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman_gateway.core.tokens.token_cache import TokenIds
@@ -33,6 +33,7 @@ class RequestContext:
     key_charge: KeyCharge  # the share of the key's limits that the request takes
     received_at: float  # monotonic s
     trace: RequestTrace | None = None  # None: traces are off
+    continues: StoredResponse | None = None  # the stored response that the request continues
 
     placement: placement_pb2.PlacementRequest = field(default_factory=placement_pb2.PlacementRequest)
     prompt_tokens: int = 0  # of all prompts, as the engine's usage counts them
@@ -84,12 +85,14 @@ class RequestContext:
             return self.upstream_headers
         return self.upstream_headers | {"traceparent": self.trace.step_context(step.attempt_id, step.index).traceparent}
 
-    def payload_at(self, instance_id: str) -> bytes:
+    def payload_at(self, target: Target) -> bytes:
         """Return the body to send to an instance. The id of a Responses response contains the instance that stores it, so the
-        body depends on the placement."""
+        body depends on the placement. The rest of an answer that another one has begun is not stored: by its id nobody would
+        find it there."""
         payload = self.kept_payload or self.call.payload
         if self.call.endpoint is not Endpoint.RESPONSES:
             return payload
-        if not self.kept_payload:
-            self.response_id = response_id(instance_id, self.placement.tenant, self.request_id)
+        if self.kept_payload:
+            return with_fields(payload, {"request_id": self.response_id, "store": False})
+        self.response_id = response_id(target.instance_id, target.incarnation, self.placement.tenant, self.request_id)
         return with_fields(payload, {"request_id": self.response_id})

@@ -42,7 +42,7 @@ class RequestRunner:
         # A proxy sends the client's request in place of the gateway, once. So KV is transferred before.
         proxy = request.proxy if isinstance(request, ExtProcRequest) else None
         inline = supports_inline_kv_transfer(context.call) and proxy is None
-        if proxy is not None:
+        if proxy is not None or context.continues is not None:
             timeouts = replace(timeouts, max_retries=0)
         self._shared = shared
         self._context = context
@@ -105,6 +105,8 @@ class RequestRunner:
             self._writer.end()
             return None
         if self._failure is not None and (response is None or self._failure.code != ev.INTERNAL):
+            if self._context.continues is not None and self._failure.code == ev.UNAVAILABLE:
+                raise self._context.continues.unavailable()
             raise _as_api_error(self._failure)
         if response is not None:
             # If all instances failed, the last instance's error answer says more than a general message.

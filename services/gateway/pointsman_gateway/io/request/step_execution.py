@@ -34,6 +34,7 @@ from pointsman_gateway.core.request.transfer_params import (
     slice_request,
     with_session_end,
 )
+from pointsman_gateway.core.stored_responses import says_not_stored
 from pointsman_gateway.core.streaming.answer_form import begins_as_events, has_answer, has_json_form
 from pointsman_gateway.core.streaming.id_comments import without_comments
 from pointsman_gateway.core.streaming.rest_of_text import RestOfText
@@ -233,16 +234,19 @@ class EngineSteps:
     async def serve(self, step: StepAssigned, attempt: Attempt, headers: dict[str, str], *, early: bool) -> Event:
         """Send the client's request and wait for the first byte of a stream or for a whole answer. `headers`: fields about the
         placement for the answer. `early`: the KV's source still computes."""
-        call, upstream = self._context.call, self._shared.upstream
+        call, upstream, stored = self._context.call, self._shared.upstream, self._context.continues
         attempt.sent_at = time.monotonic()
         self.whole_response = None
+        if stored is not None and step.target.instance_id != stored.instance.instance_id:
+            # It is new: the gateway did not exclude it. It has not failed.
+            return UpstreamFailed("the instance does not store the response", innocent=True)
         if self._text is not None and (step.target.url, step.target.incarnation) not in self._context.state.verified:
             # Its prompt may have other tokens than the gateway's. It has not failed.
             return UpstreamFailed("the instance's tokens are not verified", innocent=True)
         if (self._text is not None or self.answer_record) and not self._context.may_go_on(step.target):
             return UpstreamFailed("the instance differs from the one that began the answer", innocent=True)
         try:
-            payload = self._context.payload_at(step.target.instance_id) if self._text is None else self._text.payload
+            payload = self._context.payload_at(step.target) if self._text is None else self._text.payload
             if self._context.ends_session and self._shared.mark_session_ends and step.kv_source is None:
                 payload = with_session_end(call.endpoint, payload)
             payload = await self._remote_prefill.payload(step, payload, early=early)
@@ -289,6 +293,10 @@ class EngineSteps:
                     # As a 500 with this body, which may be the fault of the request, too.
                     self._set_error(NO_ANSWER, body, answer)
                     raise UpstreamError("status 200 without an answer", NO_ANSWER, refused=True)
+                if answer.status == NOT_FOUND and stored is not None and says_not_stored(body):
+                    # The engine is right. Errors in a row would put it out: it is the one that is asked for all that it lost.
+                    self.close_upstream()
+                    return self._reject(stored.missing(step.target.incarnation))
                 if answer.status >= 400:
                     body = redact_error(call.endpoint.error_format, answer.status, body)
                     headers = error_headers(answer.headers) | headers

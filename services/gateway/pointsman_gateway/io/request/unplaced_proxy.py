@@ -15,13 +15,13 @@ from urllib.parse import parse_qsl, unquote, urlencode
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import ApiRequestError, Endpoint, ErrorFormat, redact_error
-from pointsman_gateway.core.api.openai_responses import not_stored, storing_instance
 from pointsman_gateway.core.forwarded_headers import client_headers, error_headers
 from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.memory_budget import Holding
 from pointsman_gateway.core.pool_state import instances_without
 from pointsman_gateway.core.request.local_placement import least_inflight
 from pointsman_gateway.core.request.placement_messages import target_of
+from pointsman_gateway.core.stored_responses import StoredResponse, find, says_not_stored
 from pointsman_gateway.core.streaming.pings import ping_in_silence
 from pointsman_gateway.core.streaming.sse import SseFilter
 from pointsman_gateway.io.engines.engine_client import Upstream, UpstreamError, relay_stream
@@ -33,6 +33,7 @@ from pointsman_gateway.io.routing.router_client import RouterClient
 STORED_RESPONSE_PATH = re.compile(r"/v1/responses/([^/]{1,200})(/cancel)?")
 _QUERY = ("stream", "starting_after")
 _TRIES = 2
+NOT_FOUND = 404
 
 
 @dataclass
@@ -76,26 +77,24 @@ class UnplacedProxy:
             raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed")
         raise ApiRequestError(503, "No instance is ready.", type_="server_error", code="no_instance", retry_after_s=1.0)
 
+    def find(self, id_: str, tenant: str) -> StoredResponse:
+        """Return where a response is stored. Raises ApiRequestError."""
+        return find(id_, tenant, (state.pool for state in self.pools.states()), complete=self.router.knows_fleet)
+
     async def stored(self, request: Request, tenant: str, silence_s: float) -> Response | None:
         """Read or cancel a stored response on the instance that has it. Return None if the answer was streamed, with pings after
         each `silence_s` (0: none). Raises ApiRequestError."""
         found = STORED_RESPONSE_PATH.fullmatch(request.path)
         assert found is not None, "the route matched"
-        id_ = unquote(found[1])
-        instances = {
-            instance.instance_id: instance for state in self.pools.states() for instance in state.pool.instances
-        }
-        here = storing_instance(id_, tenant, instances)
-        if here is None:
-            raise not_stored(id_)
+        stored = self.find(unquote(found[1]), tenant)
         asked = [(name, value) for name, value in parse_qsl(request.query) if name in _QUERY]
         # An answer to HEAD has no body to stream, so it is the head of the whole response. A proxy gets whole answers only.
         asked = [] if request.method == "HEAD" or isinstance(request, ExtProcRequest) else asked
-        path = f"/v1/responses/{id_}{found[2] or ''}" + (f"?{urlencode(asked)}" if asked else "")
+        path = f"/v1/responses/{stored.id}{found[2] or ''}" + (f"?{urlencode(asked)}" if asked else "")
         try:
             async with (
                 asyncio.timeout(self.timeout_s) as limit,
-                self._exchange(instances[here], "POST" if found[2] else "GET", path) as answer,
+                self._exchange(stored.instance, "POST" if found[2] else "GET", path) as answer,
             ):
                 if answer.status < 400 and answer.media_type == "text/event-stream":
                     ping_in_silence(request, ErrorFormat.RESPONSES, silence_s, time.monotonic())
@@ -104,6 +103,8 @@ class UnplacedProxy:
                         await _relay(answer, request)
                         return None
                 body = await self.upstream.read_all(answer, held=request.held_answer)
+                if answer.status == NOT_FOUND and says_not_stored(body):
+                    raise stored.missing(stored.instance.incarnation)
                 return _whole(answer, body, ErrorFormat.RESPONSES)
         except (UpstreamError, TimeoutError):
             raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed") from None

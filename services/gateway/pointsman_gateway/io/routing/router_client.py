@@ -388,6 +388,11 @@ class RouterClient:
         """Number of ends of sessions that not all owners have confirmed."""
         return self._session_ends.unconfirmed([pool.model for pool in self._owners.pools()])
 
+    @property
+    def knows_fleet(self) -> bool:
+        """Whether what routers tell now is certainly the whole fleet."""
+        return self._owners.complete
+
     async def explain(self, request: placement_pb2.PlacementRequest, timeout_s: float) -> fleet_pb2.Decision:
         """Return the decision that a router would make on `request`, without a reservation. Raises NoRouter and
         grpc.aio.AioRpcError."""

@@ -153,7 +153,7 @@ class InstanceRecord:
 
 @dataclass(frozen=True, slots=True)
 class PoolInfo:
-    """The names that a model's instances answer to, and its placeable instances."""
+    """The names that a model's instances answer to, its placeable instances, and those that get no requests now."""
 
     model: str
     served_names: tuple[str, ...]
@@ -161,6 +161,7 @@ class PoolInfo:
     model_root: str  # that of the most instances
     max_model_len: int  # the largest of the instances that answer, tokens; 0 if unknown
     instances: Mapping[str, InstanceInfo]  # by id, in no order
+    others: Mapping[str, InstanceInfo]  # likewise
 
 
 class _Traits:
@@ -208,8 +209,8 @@ class _Pool:
         self._alike: dict[_Traits, dict[str, InstanceRecord]] = {}
         # Name, other than the pool's -> the traits that have it.
         self._answering: dict[str, set[_Traits]] = {}
-        # The instances that may be placed on, by how good they are (_tier): id -> info.
-        self._tiers: tuple[dict[str, InstanceInfo], ...] = ({}, {}, {})
+        # The instances by how good they are (_tier): id -> info.
+        self._tiers: tuple[dict[str, InstanceInfo], ...] = ({}, {}, {}, {})
         self.answers = PoolAnswers()
         self._info: PoolInfo | None = None
 
@@ -308,6 +309,8 @@ class _Pool:
     def info(self) -> PoolInfo:
         """Return what gateways are sent about the pool; the same object until it changes."""
         if self._info is None:
+            # Instances that fail are better than none, as in the router's own decisions.
+            announced = next(filter(None, self._tiers[:_UNWANTED]), {})
             self._info = PoolInfo(
                 model=self.model,
                 served_names=tuple(
@@ -316,8 +319,8 @@ class _Pool:
                 lora_names=tuple(sorted({name for record in self._alike for name in record.lora_names})),
                 model_root=most((record.info.model_root for record in self.records if record.info.model_root), ""),
                 max_model_len=max((context.max_model_len for context in self.contexts(self.model)), default=0),
-                # Instances that fail are better than none, as in the router's own decisions.
-                instances=dict(next(filter(None, self._tiers), {})),
+                instances=dict(announced),
+                others=dict(chain.from_iterable(infos.items() for infos in self._tiers if infos is not announced)),
             )
         return self._info
 
@@ -341,6 +344,9 @@ class _Pool:
         assert {instance_id: id(known) for instance_id, known in info.instances.items()} == {
             _id_of(record): id(record.info) for record in announced
         }
+        assert {instance_id: id(known) for instance_id, known in info.others.items()} == {
+            _id_of(record): id(record.info) for record in self.records if record not in announced
+        }
         for name, members in self._members.items():
             assert members == [record for record in self.records if _answers(record, name)]
             assert any(members is listed for listed in self.lists.values())
@@ -354,13 +360,14 @@ class _Pool:
 
 
 _PLACEABLE = frozenset({InstanceState.READY, InstanceState.SYNCING, InstanceState.LOST})
+_UNWANTED = 3
 
 
-def _tier(record: InstanceRecord) -> int | None:
-    """Return 0 for an instance that is in and healthy, 1 if its agent calls it unhealthy, 2 if it is out; None if operators or
-    the engine itself want no requests there."""
+def _tier(record: InstanceRecord) -> int:
+    """Return 0 for an instance that is in and healthy, 1 if its agent calls it unhealthy, 2 if it is out; _UNWANTED if operators
+    or the engine itself want no requests there."""
     if record.state not in (*_PLACEABLE, InstanceState.UNHEALTHY):
-        return None
+        return _UNWANTED
     return 2 if record.life.opened else int(record.state is InstanceState.UNHEALTHY)
 
 
@@ -589,8 +596,7 @@ class InstanceRegistry:
         return left
 
     def pools(self) -> list[PoolInfo]:
-        """Return what gateways are sent: the pools in order of names, with their placeable instances. An unchanged pool is the
-        same object as before."""
+        """Return what gateways are sent: the pools in order of names. An unchanged pool is the same object as before."""
         return [self._pools[model].info() for model in sorted(self._pools)]
 
     def check_invariants(self) -> None:

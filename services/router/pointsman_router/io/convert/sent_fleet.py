@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_router.core.instances.instance_registry import PoolInfo
 from pointsman_router.core.ownership import Owner
+from pointsman_router.core.placement_types import InstanceInfo
 from pointsman_router.io.convert.gateway_messages import instance_ref, owner_to_wire
 from pointsman_router.io.convert.times import duration
 
@@ -57,7 +58,7 @@ class _SentPool:
         self._info: PoolInfo | None = None
         self._owner: Owner | None = None
         self._description: placement_pb2.Pool | None = None
-        self._refs: dict[str, placement_pb2.InstanceRef] = {}
+        self._refs: dict[str, placement_pb2.InstanceRef] = {}  # of all instances
 
     def update(self, info: PoolInfo, owner: Owner | None) -> placement_pb2.PoolUpdate | None:
         """Return what has changed of the pool since the last call; None if nothing has. Mutates."""
@@ -68,25 +69,36 @@ class _SentPool:
         if description != self._description:
             update.description.CopyFrom(description)
             changed = True
-        before = self._info.instances if self._info is not None else {}
-        for instance_id in sorted(name for name, known in info.instances.items() if before.get(name) is not known):
-            ref = instance_ref(info.instances[instance_id])
-            if ref != self._refs.get(instance_id):  # an agent that reconnects reports the same again
-                self._refs[instance_id] = ref
-                update.instances.append(ref)
-                changed = True
-        for instance_id in sorted(before.keys() - info.instances.keys()):
+        placeable, others = (self._info.instances, self._info.others) if self._info is not None else ({}, {})
+        removed = sorted((placeable.keys() - info.instances.keys()) | (others.keys() - info.others.keys()))
+        for instance_id in removed:
             del self._refs[instance_id]
-            update.removed_instance_ids.append(instance_id)
-            changed = True
+        update.removed_instance_ids.extend(removed)
+        update.instances.extend(self._changed(placeable, info.instances))
+        update.other_instances.extend(self._changed(others, info.others))
+        changed = changed or bool(removed or update.instances or update.other_instances)
         self._info, self._owner, self._description = info, owner, description
         return update if changed else None
+
+    def _changed(
+        self, before: Mapping[str, InstanceInfo], now: Mapping[str, InstanceInfo]
+    ) -> list[placement_pb2.InstanceRef]:
+        """Return the new and changed instances, in order of ids. Mutates."""
+        changed = []
+        for instance_id in sorted(name for name, known in now.items() if before.get(name) is not known):
+            ref = instance_ref(now[instance_id])
+            if ref != self._refs.get(instance_id):  # an agent that reconnects reports the same again
+                self._refs[instance_id] = ref
+                changed.append(ref)
+        return changed
 
     def write(self, pool: placement_pb2.Pool) -> None:
         """Write the pool as it was last sent into `pool`, an empty message. Mutates `pool`."""
         if self._description is not None:
             pool.CopyFrom(self._description)
-        pool.instances.extend(ref for _, ref in sorted(self._refs.items()))
+        if self._info is not None:
+            pool.instances.extend(self._refs[name] for name in sorted(self._info.instances))
+            pool.other_instances.extend(self._refs[name] for name in sorted(self._info.others))
 
 
 def _description(info: PoolInfo, owner: Owner | None) -> placement_pb2.Pool:
