@@ -337,7 +337,7 @@ class _Pool:
         }
         tiers: list[list[InstanceRecord]] = [[], [], []]
         for record in self.records:
-            if (tier := _tier(record)) is not None:
+            if (tier := _tier(record)) != _UNWANTED:
                 tiers[tier].append(record)
         announced = next(filter(None, tiers), [])
         info = self.info()
