@@ -126,19 +126,15 @@ class Chat:
 
     def __init__(self, url: str, model: str, streamed: bool) -> None:
         self._client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
-        self._model, self._streamed = model, streamed
-        self._tools: Any = [
+        self._streamed = streamed
+        tools = [
             {"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()
         ]
+        self._fixed: dict[str, Any] = {"model": model, "tools": tools, "max_tokens": MAX_TOKENS}
 
     async def ask(self, messages: Messages, named: str) -> Turn:
         """Return the answer to a conversation; with `named`, a call of this tool."""
-        asked: dict[str, Any] = {
-            "model": self._model,
-            "messages": messages,
-            "tools": self._tools,
-            "max_tokens": MAX_TOKENS,
-        }
+        asked = self._fixed | {"messages": messages}
         if named:
             asked["tool_choice"] = {"type": "function", "function": {"name": named}}
         if not self._streamed:
@@ -170,17 +166,13 @@ class Anthropic:
 
     def __init__(self, url: str, model: str, streamed: bool) -> None:
         self._client = anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=120)
-        self._model, self._streamed = model, streamed
-        self._tools: Any = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
+        self._streamed = streamed
+        tools = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
+        self._fixed: dict[str, Any] = {"model": model, "tools": tools, "max_tokens": MAX_TOKENS}
 
     async def ask(self, messages: Messages, named: str) -> Turn:
         """As Chat.ask."""
-        asked: dict[str, Any] = {
-            "model": self._model,
-            "messages": messages,
-            "tools": self._tools,
-            "max_tokens": MAX_TOKENS,
-        }
+        asked = self._fixed | {"messages": messages}
         if named:
             asked["tool_choice"] = {"type": "tool", "name": named}
         if self._streamed:
@@ -209,16 +201,17 @@ class Responses:
 
     def __init__(self, url: str, model: str, streamed: bool) -> None:
         self._client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
-        self._model, self._streamed = model, streamed
-        self._tools: Any = [
+        self._streamed = streamed
+        tools = [
             {"type": "function", "name": name, "parameters": schema, "strict": False}
             for name, schema in SCHEMAS.items()
         ]
+        limits = {"store": False, "max_output_tokens": MAX_TOKENS}
+        self._fixed: dict[str, Any] = {"model": model, "tools": tools, **limits}
 
     async def ask(self, messages: Messages, named: str) -> Turn:
         """As Chat.ask."""
-        asked: dict[str, Any] = {"model": self._model, "input": messages, "tools": self._tools, "store": False}
-        asked["max_output_tokens"] = MAX_TOKENS
+        asked = self._fixed | {"input": messages}
         if named:
             asked["tool_choice"] = {"type": "function", "name": named}
         if not self._streamed:
