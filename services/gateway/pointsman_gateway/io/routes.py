@@ -47,7 +47,7 @@ from pointsman_gateway.core.request.placement_messages import target_of
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import RequestTimeouts
 from pointsman_gateway.core.request.sessions import bounded_id
-from pointsman_gateway.core.request_usage import CLIENT_LEFT, RequestUsage, UsageLine, outcome_of
+from pointsman_gateway.core.request_usage import CLIENT_LEFT, OK, RequestUsage, UsageLine, outcome_of
 from pointsman_gateway.core.stored_responses import not_stored
 from pointsman_gateway.core.streaming.pings import as_event, ping_in_silence
 from pointsman_gateway.core.tenant_pace import TenantPace
@@ -280,6 +280,8 @@ class Gateway:
             answer = _error(error, error_format)
             status = error.status
         except asyncio.CancelledError:
+            if request.usage.outcome == OK:
+                status = 200  # the client had the whole answer, and did not wait for the end of its body
             if request.writer.opened:
                 # The client has left, or the drain has ended.
                 _write_error(request, shutting_down(self, request.path))
