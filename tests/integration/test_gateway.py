@@ -258,7 +258,7 @@ async def test_an_instance_that_dies_while_it_answers_ends_the_stream_with_an_er
     ):
         body = await answer.read()
     assert b"[DONE]" not in body
-    assert json.loads(body.strip().splitlines()[-1].removeprefix(b"data: "))["error"]["code"] == "instance_failed"
+    assert json.loads(body.strip().splitlines()[-1].removeprefix(b"data: "))["error"]["code"] == 502
     await up.router.until(lambda: len(up.router.finished) == 1)
     assert outcomes(up) == [placement_pb2.OUTCOME_FAILED]
 
@@ -289,7 +289,7 @@ async def test_a_stream_that_an_instance_gives_up_ends_with_an_error(up: Stack) 
         error = await answer.content.readuntil(b"\n\n")
     # The client disconnects at the error, as official clients do.
     assert json.loads(first.removeprefix(b"data: "))["choices"][0]["delta"]["content"] == "The "
-    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "instance_failed"
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 502
     await up.router.until(lambda: len(up.router.finished) == 1)
     assert outcomes(up) == [placement_pb2.OUTCOME_FAILED]
 

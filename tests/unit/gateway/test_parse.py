@@ -232,7 +232,8 @@ def test_an_error_event_is_one_sse_event() -> None:
     event = error_event("gone")
     assert event.startswith(b"data: ")
     assert event.endswith(b"\n\n")
-    assert json.loads(event[6:])["error"]["message"] == "gone"
+    # As vLLM's own events: some clients (cline) ask again only by a number in `code`.
+    assert json.loads(event[6:])["error"] == {"message": "gone", "type": "server_error", "param": None, "code": 502}
 
 
 def test_an_estimate_counts_text_and_no_media() -> None:

@@ -142,7 +142,7 @@ GAVE_UP = {
     "message": "The instance failed while it answered.",
     "type": "server_error",
     "param": None,
-    "code": "instance_failed",
+    "code": 502,
 }
 SAFE = "lost <address> and <address> no KV"
 

@@ -47,6 +47,9 @@ _REPORTED = "The engine reported an error."
 # Header of a 429 for the place, from 1, that the request had among the new sessions that waited.
 QUEUE_PLACE_HEADER = "X-Pointsman-Queue-Place"
 STREAM_FAILED = "The instance failed while it answered."
+# `code` of the event that ends a stream of chat or completions when its instance has failed. vLLM's own events have a status
+# there, and some clients (cline) ask again only by it: the answer's own status is 200.
+_FAILED_STATUS = 502
 
 
 class ApiRequestError(Exception):
@@ -101,8 +104,8 @@ def error_event(
     sequence_number: int | None = None,
     param: str | None = None,
 ) -> bytes:
-    """Return the SSE event that ends a failed stream. `sequence_number`: the event's number in a Responses stream.
-    `param`: as `code`, of these."""
+    """Return the SSE event that ends a failed stream. `sequence_number`: the event's number in a Responses stream. `code`,
+    `param`: of these."""
     if error_format is ErrorFormat.ANTHROPIC:
         return b"event: error\ndata: " + _anthropic(500, message) + b"\n\n"
     if error_format is ErrorFormat.RESPONSES:
@@ -114,7 +117,7 @@ def error_event(
             "sequence_number": sequence_number or 0,
         }
         return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
-    return b"data: " + _openai(message, "server_error", None, code) + b"\n\n"
+    return b"data: " + _openai(message, "server_error", None, _FAILED_STATUS) + b"\n\n"
 
 
 def redact_error(error_format: ErrorFormat, status: int, body: bytes) -> bytes:
@@ -225,7 +228,7 @@ def without_addresses(text: str) -> str:
     return _ADDRESS.sub("<address>", text)
 
 
-def _openai(message: str, type_: str, param: str | None, code: str | None) -> bytes:
+def _openai(message: str, type_: str, param: str | None, code: str | int | None) -> bytes:
     return msgspec.json.encode({"error": {"message": message, "type": type_, "param": param, "code": code}})
 
 
