@@ -369,18 +369,22 @@ def _places(router: Any, model: str, now: float) -> bool:
 
 
 def check_placed_by_one(world: Any, router: Any, effects: list[ev.Effect]) -> None:
-    """Check that no other router would place in the pool of a placement that this one has just made, for longer than gateways
-    take to tell. Raises InvariantViolation."""
+    """Check that no two routers make placements in one pool for longer than gateways take to tell. One that would place, but that
+    no gateway asks, cannot know of the other. Raises InvariantViolation."""
     now = asyncio.get_running_loop().time()
     for effect in effects:
         if not isinstance(effect, ev.Placed) or not router.store.may_place(effect.decision.pool):
             continue
         pool = effect.decision.pool
+        placed_at = world.placed_at[pool]
+        placed_at[router] = now
         others = [other for other in world.live_routers() if other is not router and _places(other, pool, now)]
         if not others:
             world.both_since.pop(pool, None)
-        elif now - world.both_since.setdefault(pool, now) > TOLD_S:
-            names = [placing.settings.router_id for placing in (router, *others)]
+            continue
+        until = world.both_since.setdefault(pool, now) + TOLD_S
+        if now > until and (both := [other for other in others if placed_at.get(other, 0.0) > until]):
+            names = [placing.settings.router_id for placing in (router, *both)]
             raise InvariantViolation(f"{names} all place in {pool}")
 
 
