@@ -15,6 +15,7 @@ import pytest
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2
 from pointsman_gateway.io.main import serving
+from pointsman_gateway.io.routing.router_client import RouterClient
 from pointsman_gateway.io.settings import GatewaySettings
 from pointsman_gateway.io.tokenizer_files import load_tokenizer
 from pointsman_router.core.admission import session_admission
@@ -108,21 +109,27 @@ async def test_a_parked_client_whose_router_is_gone_waits_within_its_bound_for_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not placed past the admission. New requests are placed without a router meanwhile."""
+    known, wait_parked = asyncio.Event(), RouterClient._wait_parked
+
+    def learn(client: RouterClient, session: Any, parked: Any) -> None:
+        wait_parked(client, session, parked)
+        known.set()
+
+    monkeypatch.setattr(RouterClient, "_wait_parked", learn)
     link = Link(0)
     await link.start()
     try:
         async with full_caches(tmp_path, monkeypatch, link, admission_standard_s=3.0) as (
-            server,
             _,
+            _client,
             _engine,
             url,
             http,
         ):
-            parked = server.router.state.parked_requests.queue
             loop = asyncio.get_running_loop()
             began = loop.time()
             second = asyncio.ensure_future(http.post(f"{url}/v1/completions", json=asked("second")))
-            await eventually(lambda: parked.count(MODEL) == 1, "it is parked")
+            await eventually(known.is_set, "the gateway knows that it is parked")
             link.break_()
             async with http.post(f"{url}/v1/completions", json=asked("new")) as answer:
                 assert (answer.status, answer.headers["X-Pointsman-Degraded"]) == (200, "1")
