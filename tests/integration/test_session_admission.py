@@ -33,7 +33,11 @@ CAPACITY = TOKENS * 9 // 5
 
 @asynccontextmanager
 async def full_caches(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, link: Link | None = None, **settings: Any
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    link: Link | None = None,
+    placement_timeout_s: float = 10.0,
+    **settings: Any,
 ) -> AsyncIterator[tuple[RouterServer, Client, FakeEngine, str, aiohttp.ClientSession]]:
     """One instance whose cache has room for one open session and an idle one; a session with an open answer is under way. The
     gateway reaches the router through `link`, if there is one."""
@@ -48,7 +52,7 @@ async def full_caches(
         gateway_settings = GatewaySettings(
             listen="127.0.0.1:0",
             routers=[link.address if link is not None else f"127.0.0.1:{server.port}"],
-            placement_timeout_s=0.5,
+            placement_timeout_s=placement_timeout_s,
             router_grace_s=0.2,
             drain_timeout_s=0.5,
             expose_placement=True,
@@ -86,7 +90,7 @@ async def test_a_client_whose_session_does_not_fit_gets_429_with_its_place(
 async def test_a_parked_client_outwaits_its_gateways_timeout_and_is_let_in_when_another_session_is_idle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with full_caches(tmp_path, monkeypatch) as (server, client, engine, url, http):
+    async with full_caches(tmp_path, monkeypatch, placement_timeout_s=0.5) as (server, client, engine, url, http):
         parked = server.router.state.parked_requests.queue
         second = asyncio.ensure_future(http.post(f"{url}/v1/completions", json=asked("second")))
         await eventually(lambda: parked.count(MODEL) == 1, "it is parked")
