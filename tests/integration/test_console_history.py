@@ -142,6 +142,7 @@ async def test_a_pool_is_chosen_and_one_that_another_router_owns_says_so() -> No
         assert shown.wrongs == []
 
 
+@pytest.mark.timeout(600)  # A browser draws them: minutes on a busy machine.
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_500_instances_are_sorted_filtered_and_drawn_in_their_scheme(scheme: str) -> None:
     async with browser(instances=500, scheme=scheme) as shown:

@@ -176,6 +176,7 @@ async def test_by_keyboard_alone_to_the_why_of_a_decision_and_back() -> None:
         assert shown.wrongs == []
 
 
+@pytest.mark.timeout(600)  # A browser draws them: minutes on a busy machine.
 async def test_500_instances_are_paged_sorted_and_changed_in_place() -> None:
     async with browser(instances=500) as shown:
         await shown.open("fleet")

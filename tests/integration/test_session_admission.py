@@ -15,6 +15,7 @@ import pytest
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2
 from pointsman_gateway.io.main import serving
+from pointsman_gateway.io.routing.router_client import RouterClient
 from pointsman_gateway.io.settings import GatewaySettings
 from pointsman_gateway.io.tokenizer_files import load_tokenizer
 from pointsman_router.core.admission import session_admission
@@ -32,7 +33,11 @@ CAPACITY = TOKENS * 9 // 5
 
 @asynccontextmanager
 async def full_caches(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, link: Link | None = None, **settings: Any
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    link: Link | None = None,
+    placement_timeout_s: float = 10.0,
+    **settings: Any,
 ) -> AsyncIterator[tuple[RouterServer, Client, FakeEngine, str, aiohttp.ClientSession]]:
     """One instance whose cache has room for one open session and an idle one; a session with an open answer is under way. The
     gateway reaches the router through `link`, if there is one."""
@@ -47,7 +52,7 @@ async def full_caches(
         gateway_settings = GatewaySettings(
             listen="127.0.0.1:0",
             routers=[link.address if link is not None else f"127.0.0.1:{server.port}"],
-            placement_timeout_s=0.5,
+            placement_timeout_s=placement_timeout_s,
             router_grace_s=0.2,
             drain_timeout_s=0.5,
             expose_placement=True,
@@ -85,7 +90,7 @@ async def test_a_client_whose_session_does_not_fit_gets_429_with_its_place(
 async def test_a_parked_client_outwaits_its_gateways_timeout_and_is_let_in_when_another_session_is_idle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with full_caches(tmp_path, monkeypatch) as (server, client, engine, url, http):
+    async with full_caches(tmp_path, monkeypatch, placement_timeout_s=0.5) as (server, client, engine, url, http):
         parked = server.router.state.parked_requests.queue
         second = asyncio.ensure_future(http.post(f"{url}/v1/completions", json=asked("second")))
         await eventually(lambda: parked.count(MODEL) == 1, "it is parked")
@@ -108,21 +113,27 @@ async def test_a_parked_client_whose_router_is_gone_waits_within_its_bound_for_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not placed past the admission. New requests are placed without a router meanwhile."""
+    known, wait_parked = asyncio.Event(), RouterClient._wait_parked
+
+    def learn(client: RouterClient, session: Any, parked: Any) -> None:
+        wait_parked(client, session, parked)
+        known.set()
+
+    monkeypatch.setattr(RouterClient, "_wait_parked", learn)
     link = Link(0)
     await link.start()
     try:
         async with full_caches(tmp_path, monkeypatch, link, admission_standard_s=3.0) as (
-            server,
             _,
+            _client,
             _engine,
             url,
             http,
         ):
-            parked = server.router.state.parked_requests.queue
             loop = asyncio.get_running_loop()
             began = loop.time()
             second = asyncio.ensure_future(http.post(f"{url}/v1/completions", json=asked("second")))
-            await eventually(lambda: parked.count(MODEL) == 1, "it is parked")
+            await eventually(known.is_set, "the gateway knows that it is parked")
             link.break_()
             async with http.post(f"{url}/v1/completions", json=asked("new")) as answer:
                 assert (answer.status, answer.headers["X-Pointsman-Degraded"]) == (200, "1")

@@ -37,6 +37,8 @@ BAD, POISON = 60_000, 60_001
 DIES_AFTER_S = 0.1
 # Number of tokens of a stream after which an engine stalls.
 STALLS_AFTER = 3
+# The longest pause between two answers of an engine of which routers know that it answers, s.
+ANSWERED_S = 5.0
 # Types of the weights, by dialect.
 DTYPES = ("bfloat16", "float16")
 # Absurd values of gauges.
@@ -98,6 +100,8 @@ class Engine:
         """Called when a prompt is to kill the engine."""
         self.answered_at = -inf
         """When it sent the last token of a stream or whole answer, s on the loop's clock."""
+        self.answering_since = inf
+        """The first of the last answers between which there was no pause of ANSWERED_S, s."""
         self.tells = tells
         """Whether it tells the ids of its answers, and goes on with those of others."""
         self.layerwise = layerwise
@@ -133,7 +137,7 @@ class Engine:
         self.cache = OrderedDict()
         self.running = 0
         self.lied = self.traits.silent_events or bool(self.ill.events)
-        self.started_at, self.answered_at = asyncio.get_running_loop().time(), -inf
+        self.started_at, self.answered_at, self.answering_since = asyncio.get_running_loop().time(), -inf, inf
 
     @property
     def up(self) -> bool:
@@ -237,8 +241,8 @@ class Engine:
                     event = _event({"choices": [_choice("length" if last else None, one[at], index)]})
                     reply.write(event if continued is None else with_comment(one[at : at + 1], event, complete=last))
                 if not self.ill.spoils:
-                    self.answered_at = asyncio.get_running_loop().time()
-        self.answered_at = asyncio.get_running_loop().time()
+                    self._answers()
+        self._answers()
         self.queries += len(tokens)
         self.hits += cached * KEY_TOKENS
         self.generated += output - len(begun)
@@ -256,6 +260,12 @@ class Engine:
         else:
             choices = [_choice("length", index=index) for index in range(len(answers))]
             _whole(reply, 200, {"choices": choices, "usage": usage})
+
+    def _answers(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self.answered_at >= ANSWERED_S:
+            self.answering_since = now
+        self.answered_at = now
 
     async def _fetch(self, transfer: dict[str, Any], tokens: int) -> bool:
         """Wait for another engine's KV; return whether it came."""

@@ -16,7 +16,7 @@ from pointsman_router.core.placement_types import InstanceState
 from pointsman_router.core.requests.held_requests import ENDS_PAUSE_S, TRIES_ON_TICK
 from pointsman_router.core.router_state import RouterState
 from pointsman_router.io.router import TICK_S
-from tests.support.virtual.engines import DTYPES, POISON, Engine
+from tests.support.virtual.engines import ANSWERED_S, DTYPES, POISON, Engine
 from tests.support.virtual.network import Node
 from tests.support.virtual.store import NAME as REDIS
 
@@ -46,8 +46,8 @@ KNOWN_WITHIN, SHARE, TRIALS = 20, 0.05, 3
 SPOILT_KNOWN_WITHIN = 60
 # How many engines a request may kill.
 KILLED = 2
-# How long ago an engine that is well has answered at most, and how long after an illness or a start it may be put out, s.
-ANSWERED_S, EXCUSED_S = 5.0, 15.0
+# How long after an illness or a start an engine may be put out, s.
+EXCUSED_S = 15.0
 
 
 class InvariantViolation(AssertionError):
@@ -200,14 +200,15 @@ class LifeWatch:
             self.violate(f"a request for {model} was refused, though {answer} answer")
 
     def _answering(self, model: str, now: float) -> Iterator[Engine]:
-        """Return the engines that have been well for long, have answered lately, and have a model or an adapter. One that was
-        ill may have left the fleet, if its agent is gone, too."""
+        """Return the engines that have been well for long, have answered lately and not only just now, and have a model or an
+        adapter. One that was ill may have left the fleet, if its agent is gone, too."""
         return (
             engine
             for engine in self.engines.values()
             if model in (engine.model, *engine.traits.adapters)
             and self.is_well(engine)
             and not self._was_ill(engine, now)
+            and engine.answering_since < now - TOLD_S
             and now - engine.answered_at < ANSWERED_S
         )
 
@@ -368,18 +369,22 @@ def _places(router: Any, model: str, now: float) -> bool:
 
 
 def check_placed_by_one(world: Any, router: Any, effects: list[ev.Effect]) -> None:
-    """Check that no other router would place in the pool of a placement that this one has just made, for longer than gateways
-    take to tell. Raises InvariantViolation."""
+    """Check that no two routers make placements in one pool for longer than gateways take to tell. One that would place, but that
+    no gateway asks, cannot know of the other. Raises InvariantViolation."""
     now = asyncio.get_running_loop().time()
     for effect in effects:
         if not isinstance(effect, ev.Placed) or not router.store.may_place(effect.decision.pool):
             continue
         pool = effect.decision.pool
+        placed_at = world.placed_at[pool]
+        placed_at[router] = now
         others = [other for other in world.live_routers() if other is not router and _places(other, pool, now)]
         if not others:
             world.both_since.pop(pool, None)
-        elif now - world.both_since.setdefault(pool, now) > TOLD_S:
-            names = [placing.settings.router_id for placing in (router, *others)]
+            continue
+        until = world.both_since.setdefault(pool, now) + TOLD_S
+        if now > until and (both := [other for other in others if placed_at.get(other, 0.0) > until]):
+            names = [placing.settings.router_id for placing in (router, *both)]
             raise InvariantViolation(f"{names} all place in {pool}")
 
 

@@ -6,7 +6,7 @@ import asyncio
 import random
 import re
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -312,7 +312,9 @@ class World:
         self.network = Network(rng)
         self.redis = virtual_store.VirtualRedis()
         self.both_since: dict[str, float] = {}
-        """Pool -> since when two routers place in it, s."""
+        """Pool -> since when two routers would place in it, s."""
+        self.placed_at: defaultdict[str, dict[CheckedRouter, float]] = defaultdict(dict)
+        """Pool -> the time of each router's last placement in it, s."""
         self.policy = policy or rng.choice(POLICIES)
         self.queue_size = 256 if policy else rng.choice((2, 256))
         layerwise = rng.random() < 0.5

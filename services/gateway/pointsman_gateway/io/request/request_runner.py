@@ -230,7 +230,7 @@ class RequestRunner:
         elif machine.phase in (Phase.SERVING, Phase.STREAMING):
             if machine.phase is Phase.SERVING and self._limit is not None and self._steps.waits_for_head(machine.step):
                 self._gave_up = ev.UpstreamFailed("moved to another instance", moved=True)
-                self._limit.reschedule(asyncio.get_running_loop().time())
+                self._end_within(0.0)
             else:
                 self._steps.move(machine.step)
 
@@ -268,10 +268,13 @@ class RequestRunner:
     def _parked(self, attempt_id: str, bound_s: float) -> None:
         """Wait for at most `bound_s` longer, because the router has parked the request."""
         self._handle(ev.RequestParked(attempt_id, bound_s))
-        deadline = self._state_machine.deadline
-        if self._limit is not None and deadline is not None:
-            left = max(0.0, deadline - time.monotonic())
-            self._limit.reschedule(asyncio.get_running_loop().time() + left)
+        if (deadline := self._state_machine.deadline) is not None:
+            self._end_within(deadline - time.monotonic())
+
+    def _end_within(self, left_s: float) -> None:
+        """End the operation that is awaited alone in `left_s`, unless its time is over: then it is just being cancelled."""
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time() + max(0.0, left_s))
 
     async def _relay_response(self) -> ev.Event:
         self._steps.keep_prompt()
