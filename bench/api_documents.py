@@ -26,6 +26,7 @@ REASONS: Sequence[tuple[str, str]] = (
     (r"\d 400: .*not valid JSON|surrogate", "two parsers may read it in two ways"),
     (r"GET /v1/responses/.*: 400 404", "unknown id and wrong query: the gateway looks at the id first"),
     (r": 4\d\d 4\d\d: ", "two faults: the gateway finds another one first"),
+    (r": 500 4\d\d: ", "vLLM fails, the gateway refuses"),
     (r": 0 502: ", "vLLM breaks the connection; the gateway tells it"),
 )
 INTRO = """# The vendors' OpenAPI documents

@@ -330,6 +330,11 @@ def ask(pool: Any, url: str, request: Request) -> Reply:
         except ValueError:
             found.add("an event: no JSON")
             continue
+        refusal = value.get("error") if isinstance(value, dict) and not found else None
+        if isinstance(refusal, dict):
+            # vLLM tells what it finds wrong with a prompt in an event, if the answer was to be a stream.
+            code = str(refusal.get("code"))
+            return Reply(int(code) if code.isdigit() else 500, True, message=str(refusal.get("message")))
         label = value.get("type", "chunk") if isinstance(value, dict) else "chunk"
         if operation.vendor == "anthropic" and name != label:
             found.add(f"{label}: its event is named {name}")
