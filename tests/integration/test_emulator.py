@@ -486,3 +486,49 @@ async def test_sleep_aborts_or_keeps_the_open_requests_and_queues_new_ones(
         assert (await before)[1]["usage"]["completion_tokens"] == 30
     status, _ = await post(http, f"{engine.url}/pause?mode=wait", {})
     assert status == 400
+
+
+async def ill(http: aiohttp.ClientSession, engine: EmulatedEngine, **order: Any) -> None:
+    assert await post(http, f"{engine.url}/emulated_illness", order) == (
+        200,
+        {"for_s": None, "status": 500, "factor": 10.0} | order,
+    )
+
+
+async def test_an_engine_is_ill_as_it_is_told(emulate: Starter, http: aiohttp.ClientSession) -> None:
+    engine = await emulate()
+    url = f"{engine.url}/v1/chat/completions"
+    body = chat("hello", max_tokens=3)
+    await ill(http, engine, way="status", status=404)
+    status, answer = await post(http, url, body)
+    assert (status, answer["error"]["code"]) == (404, 404)
+    await ill(http, engine, way="breaks")
+    with pytest.raises(aiohttp.ClientConnectionError):
+        await post(http, url, body)
+    await ill(http, engine, way="hangs")
+    waits = asyncio.ensure_future(post(http, url, body))
+    async with http.get(f"{engine.url}/health") as answered:
+        assert answered.status == 200
+    await ill(http, engine, way="stands_still")
+    health = asyncio.ensure_future(http.get(f"{engine.url}/health"))
+    # An order that follows ends the one before, and what had waited goes on.
+    assert (await waits)[0] == 200
+    assert not health.done()
+    async with http.delete(f"{engine.url}/emulated_illness") as ended:
+        assert await ended.json() is None
+    async with await health as answered:
+        assert answered.status == 200
+    await ill(http, engine, way="status", for_s=0.01)
+    while (await post(http, url, body))[0] != 200:  # noqa: ASYNC110 - it ends by itself
+        await asyncio.sleep(0.005)
+    assert (await post(http, f"{engine.url}/emulated_illness", {"way": "dies"}))[0] == 400
+
+
+async def test_a_slow_engine_takes_as_many_times_as_long(emulate: Starter, http: aiohttp.ClientSession) -> None:
+    engine = await emulate()
+    await ill(http, engine, way="slow", factor=100.0)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    assert (await post(http, f"{engine.url}/v1/chat/completions", chat("hello", max_tokens=10)))[0] == 200
+    step_s = engine.model.profile.decode_step_s(1, 1.0) / 20.0
+    assert loop.time() - began > 9 * 100 * step_s

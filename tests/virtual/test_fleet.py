@@ -32,7 +32,9 @@ from tests.support.fleet_updates import fleet_update
 from tests.support.virtual.loop import EPOCH, VirtualLoop, virtual_clocks
 from tests.support.virtual.network import Channel, Method, Network, Node, clock_offset_s, owner_of, track_tasks
 from tests.support.virtual.run import run
+from tests.support.virtual.store import NAME as REDIS
 from tests.support.virtual.store import Client, VirtualRedis
+from tests.support.virtual.world import MODELS, World
 from tests.support.waiting import eventually
 
 SEEDS = 200
@@ -94,6 +96,28 @@ def test_a_run_that_leaves_something_behind_fails(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(RouterClient, "_report", lose_ends)
     assert "reservations" in run(0).failure
+
+
+async def an_owner_is_cut_off(world: World, tell: Callable[[str], None]) -> None:
+    """Cut an owner off Redis, and its successor off one of two gateways."""
+    owner = next(
+        name for name, node in world.routers.items() if node.router and node.router.state.owned.owns(MODELS[0])
+    )
+    world.disturbances.note(owner, 14.0)
+    world.network.cut(owner, REDIS, 14.0)
+    world.network.cut("g1", next(name for name in world.routers if name != owner), 14.0)
+    tell(f"{owner} is alone with g1")
+    await asyncio.sleep(16.0)
+
+
+@pytest.mark.parametrize("in_doubt", [True, False])
+def test_two_routers_that_place_in_one_pool_are_found(in_doubt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not in_doubt:
+        monkeypatch.setattr(redis_store.RedisStore, "_in_doubt", lambda *_: False)
+        monkeypatch.setattr(redis_store.RedisStore, "claimed", lambda *_: None)
+    failure = run(1, trouble=an_owner_is_cut_off, policy="unified", check_each=0).failure
+    assert ("all place in" in failure) == (not in_doubt), failure
+    assert in_doubt == (not failure), failure
 
 
 def test_a_process_that_stops_goes_on_later_with_what_was_due() -> None:

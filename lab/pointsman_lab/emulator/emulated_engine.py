@@ -22,6 +22,7 @@ from pointsman_common.io.listening import bound_socket
 from pointsman_common.io.logs import configure_logs
 from pointsman_lab.emulator.engine_loop import EngineLoop
 from pointsman_lab.emulator.http_routes import EngineApp
+from pointsman_lab.emulator.illness import Illness
 from pointsman_lab.emulator.kv_event_publisher import KVEventPublisher, to_wire
 from pointsman_lab.emulator.mooncake_connector import KvTransfers
 from pointsman_lab.emulator.scripted_answers import parse_script
@@ -145,7 +146,7 @@ async def start(settings: EmulateSettings, profile: Profile | None = None) -> Em
     transfers = KvTransfers(uuid.uuid4().hex, model.profile, settings.speedup, layerwise=settings.layerwise)
     suspension = Suspension(model, loop)
     metrics.suspension = suspension.metrics
-    app = EngineApp(
+    engine_app = EngineApp(
         settings.model,
         int(started_at),
         tokenizer,
@@ -159,13 +160,15 @@ async def start(settings: EmulateSettings, profile: Profile | None = None) -> Em
         script,
         settings.root,
     )
+    app = engine_app.make()
+    Illness(loop).add_to(app)
     tls = None
     if settings.ssl_certfile is not None:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         tls.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
     # Without handler_cancellation, a request whose client has disconnected would keep its blocks until its last token.
     # A stopped engine breaks its streams at once. In aiohttp a timeout of 0 means to wait for them without limit.
-    runner = web.AppRunner(app.make(), handler_cancellation=True, access_log=None, shutdown_timeout=0.01)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.01)
     try:
         await runner.setup()
         site = web.SockSite(runner, bound_socket(Address(settings.host, settings.port)), ssl_context=tls)

@@ -87,6 +87,8 @@ class EngineLoop:
         self._metrics = metrics
         self._speedup = speedup
         self._publish = publish
+        self.slowness = 1.0
+        """How many times as long as the model says a step takes."""
         self._streams: dict[str, Stream] = {}
         self._unscheduled: set[str] = set()
         self._wake = asyncio.Event()
@@ -159,7 +161,7 @@ class EngineLoop:
             for request_id in self._unscheduled.intersection(result.scheduled):
                 self._unscheduled.discard(request_id)
                 self._streams[request_id].scheduled_at = started
-            end = started + result.duration_s / self._speedup
+            end = started + result.duration_s * self.slowness / self._speedup
             now = time.monotonic()
             if end - now > SHORTEST_SLEEP_S:
                 await asyncio.sleep(end - now)
