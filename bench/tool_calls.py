@@ -13,8 +13,7 @@ import string
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,9 +21,7 @@ from typing import Any, NamedTuple
 import anthropic
 import openai
 
-from bench.stack import process, wait_until_ready
-from tests.support.processes.pointsman import pointsman_command
-from tests.support.processes.process import free_port
+from bench.judged_fleet import emulated
 
 PAGE = Path("docs/tool_calls.md")
 ENGINES = 3
@@ -285,27 +282,6 @@ async def loop(direct: Api, through: Api, rng: random.Random, name: str) -> Coun
     return found
 
 
-@asynccontextmanager
-async def fleet(script: Path) -> AsyncIterator[tuple[str, str]]:
-    """Run emulated engines and a gateway; yield the URL of an engine beside them, and the gateway's."""
-    async with AsyncExitStack() as stack:
-        ports = [free_port() for _ in range(ENGINES + 1)]
-        for port in ports:
-            words = ["--port", str(port), "--speedup", "100", "--script", str(script), "--model", "m"]
-            stack.enter_context(process(pointsman_command("emulate", *words)))
-        for port in ports:
-            await wait_until_ready(port)
-        gateway = free_port()
-        words = ["--listen", f"127.0.0.1:{gateway}", "--console", "", "--state-dir", str(script.parent)]
-        for flag in ("--router-listen", "--router-metrics", "--agent-metrics"):
-            words += [flag, f"127.0.0.1:{free_port()}"]
-        for port in ports[1:]:
-            words += ["--engine", f"http://127.0.0.1:{port}"]
-        stack.enter_context(process(pointsman_command("up", *words)))
-        await wait_until_ready(gateway)
-        yield f"http://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{gateway}"
-
-
 async def compared(calls: int, seed: int) -> dict[str, Counter[str]]:
     """Compare until each API has made its share of the calls; return by API what was counted."""
     rng, room = random.Random(seed), asyncio.Semaphore(AT_ONCE)
@@ -313,11 +289,11 @@ async def compared(calls: int, seed: int) -> dict[str, Counter[str]]:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script.json"
         script.write_text(json.dumps(_script(rng)))
-        async with fleet(script) as (engine, gateway):
+        async with emulated(ENGINES, "--script", str(script)) as judged:
 
             async def run(name: str, made: Callable[[str, str, bool], Api], streamed: bool, number: int) -> None:
                 async with room:
-                    apis = made(engine, "m", streamed), made(gateway, "m", streamed)
+                    apis = made(judged.engine, judged.model, streamed), made(judged.gateway, judged.model, streamed)
                     found[name] += await loop(*apis, random.Random(f"{seed} {name} {number}"), f"{name} {number}")
 
             number = 0

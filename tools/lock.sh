@@ -14,6 +14,8 @@ compile requirements/engine.in --overrides requirements/engine.overrides -o requ
 compile requirements/aiperf.in -o requirements/aiperf.lock
 compile requirements/clients.in -o requirements/clients.lock
 compile requirements/envoy.in -o requirements/envoy.lock
+compile requirements/guidellm.in --overrides requirements/engine.overrides -o requirements/guidellm.lock
+compile requirements/judges.in -o requirements/judges.lock
 # The other routers of the scoreboard. Dynamo's predictor of engines' speed, which its front end does without, is left out.
 for rival in vllm-router smg sglang-router; do
   compile "requirements/rivals/$rival.in" -o "requirements/rivals/$rival.lock"

@@ -177,6 +177,14 @@ async def test_bad_input_is_answered_as_vllm_does(
     assert not engine.model.has_work
 
 
+async def test_paths_of_stored_responses_are_vllms(emulate: Starter, http: aiohttp.ClientSession) -> None:
+    engine = await emulate()
+    for method, path, status in (("GET", "resp_x", 404), ("POST", "resp_x/cancel", 404), ("POST", "compact", 405)):
+        async with http.request(method, f"{engine.url}/v1/responses/{path}", json={}) as answer:
+            assert answer.status == status, path
+            assert status == 405 or (await answer.json())["error"]["param"] == "response_id"
+
+
 async def test_tokenize_agrees_with_what_is_counted(emulate: Starter, http: aiohttp.ClientSession) -> None:
     engine = await emulate()
     body = chat("héllo 世界 🚂\n\n\tdef f(x): return x  # 12345 <|im_end|>")

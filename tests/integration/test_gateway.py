@@ -386,6 +386,9 @@ async def test_vllms_small_routes_answer(up: Stack) -> None:
         async with http.get(f"{up.url}/v1/models") as answer:
             cards = (await answer.json())["data"]
     assert [card["max_input_tokens"] for card in cards] == [card["max_model_len"] for card in cards] != []
+    # Anthropic's API has these in each card; null is "not known". A client that took the context for `max_tokens` would ask
+    # for more than it leaves.
+    assert {(card["max_tokens"], card["capabilities"]) for card in cards} == {(None, None)}
     status, _, _ = await post(up, "/v1/chat/completions/", json=CHAT)
     assert status == 200
 

@@ -187,6 +187,7 @@ async def test_errors_take_the_form_of_the_api(up: Stack) -> None:
         assert unknown.value.body == {
             "type": "error",
             "error": {"type": "not_found_error", "message": "The model `other` does not exist."},
+            "request_id": unknown.value.request_id,
         }
         with pytest.raises(anthropic.BadRequestError):
             await client.messages.create(**MESSAGES | {"max_tokens": 4_097})
@@ -201,7 +202,8 @@ async def test_errors_take_the_form_of_the_api(up: Stack) -> None:
     for path, method in (("/v1/messages", "GET"), ("/v1/messages/batches", "POST")):
         async with aiohttp.ClientSession() as http, http.request(method, up.url + path, json={}) as answer:
             assert answer.status in (404, 405)
-            assert (await answer.json())["type"] == "error"
+            told = await answer.json()
+            assert (told["type"], told["request_id"]) == ("error", answer.headers["request-id"])
 
 
 async def test_an_engines_own_refusal_takes_the_form_too(up: Stack) -> None:
@@ -209,7 +211,8 @@ async def test_an_engines_own_refusal_takes_the_form_too(up: Stack) -> None:
     async with claude(up) as client:
         with pytest.raises(anthropic.BadRequestError) as refused:
             await client.messages.create(**MESSAGES)
-    assert refused.value.body == {"type": "error", "error": {"type": "invalid_request_error", "message": "no"}}
+    error = {"type": "invalid_request_error", "message": "no"}
+    assert refused.value.body == {"type": "error", "error": error, "request_id": refused.value.request_id}
     assert (await finished(up)).outcome == placement_pb2.OUTCOME_REJECTED
 
 

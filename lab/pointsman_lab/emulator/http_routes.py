@@ -102,6 +102,8 @@ class EngineApp:
                 web.post("/v1/messages", self._messages),
                 web.post("/v1/messages/count_tokens", self._count_tokens),
                 web.post("/v1/responses", self._responses),
+                web.get("/v1/responses/{id}", self._stored_response),
+                web.post("/v1/responses/{id}/cancel", self._stored_response),
                 web.post("/v1/chat/completions/render", self._render_chat),
                 web.post("/v1/completions/render", self._render_completion),
                 web.get("/v1/models", self._models),
@@ -125,6 +127,9 @@ class EngineApp:
         if self._api_key and request.path.startswith(GUARDED) and not hmac.compare_digest(shown, wanted):
             return web.json_response({"error": "Unauthorized"}, status=401)
         return await handler(request)
+
+    async def _stored_response(self, request: web.Request) -> web.StreamResponse:
+        raise ApiError(404, f"Response with id '{request.match_info['id']}' not found.", "response_id")
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, Api.CHAT)

@@ -413,6 +413,8 @@ def contents() -> Iterable[Case]:
     for path in (MESSAGES, COUNT):
         yield case("system in blocks", path, system=blocks)
         yield case("system a number", path, own=True, system=5)
+        yield case("a system prompt alone", path, system=blocks, messages=[])
+        yield case("an empty system prompt alone", path, system="", messages=[], own=True)
     yield case("developer", CHAT, messages=[{"role": "developer", "content": " brief"}, *HI])
     yield case(
         "continued",

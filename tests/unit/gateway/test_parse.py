@@ -21,7 +21,9 @@ from pointsman_gateway.core.api import (
     estimated_tokens,
     parse,
     redact_error,
+    redact_error_event,
     with_fields,
+    with_request_id,
 )
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -297,6 +299,26 @@ def test_anthropics_errors_have_its_form(status: int) -> None:
     assert json.loads(event.split(b"data: ")[1])["error"] == {"type": "api_error", "message": "gone"}
 
 
+def test_anthropics_errors_name_their_request() -> None:
+    body = redact_error(
+        ErrorFormat.ANTHROPIC, 400, b'{"error": {"message": "no", "type": "BadRequestError", "code": 400}}'
+    )
+    for error in (body, ApiRequestError(500, "no").body(ErrorFormat.ANTHROPIC)):
+        told = json.loads(with_request_id(error, 'a "quoted" id'))
+        assert told == json.loads(error) | {"request_id": 'a "quoted" id'}
+
+
+def test_the_code_of_an_engines_error_is_a_text() -> None:
+    error: dict[str, Any] = {"message": "no", "type": "BadRequestError", "param": None, "code": 400}
+    told = json.loads(redact_error(ErrorFormat.OPENAI, 400, json.dumps({"error": error}).encode()))
+    assert told == {"error": error | {"code": "400"}}
+    event = redact_error_event(ErrorFormat.OPENAI, b"data: " + json.dumps({"error": error}).encode())
+    assert json.loads(event.removeprefix(b"data: ")) == told
+    for code in ("null", "true", "1.5", "[]"):
+        body = json.dumps({"error": error | {"code": json.loads(code)}}).encode()
+        assert json.loads(redact_error(ErrorFormat.OPENAI, 400, body))["error"]["code"] is None
+
+
 def test_an_error_in_a_stream_of_responses_is_the_apis_own_event() -> None:
     name, _, data = error_event("gone", ErrorFormat.RESPONSES, "instance_failed", 7).partition(b"\ndata: ")
     assert name == b"event: error"
@@ -372,3 +394,12 @@ def test_any_engine_error_becomes_the_apis(error_format: ErrorFormat, body: byte
     error = json.loads(redact_error(error_format, 422, body))["error"]
     assert isinstance(error["message"], str)
     assert error["message"] or b"message" in body
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.MESSAGES, Endpoint.COUNT_TOKENS])
+def test_a_system_prompt_may_stand_alone(endpoint: Endpoint) -> None:
+    for system in ("Be brief.", [{"type": "text", "text": "Be brief."}]):
+        parse(endpoint, json.dumps(GOOD[endpoint] | {"messages": [], "system": system}).encode())
+    for nothing in ("null", '""', "[]"):
+        with pytest.raises(ApiRequestError, match="at least one message"):
+            parse(endpoint, json.dumps(GOOD[endpoint] | {"messages": [], "system": json.loads(nothing)}).encode())

@@ -33,6 +33,7 @@ from pointsman_gateway.core.api import (
     Endpoint,
     ErrorFormat,
     error_format_of,
+    with_request_id,
 )
 from pointsman_gateway.core.body_decoding import ACCEPTED, encoding_of
 from pointsman_gateway.core.cors import CorsPolicy
@@ -258,7 +259,7 @@ class Gateway:
         refusal = self._refusal(request)
         if refusal is not None:
             self._count(request, refusal.status)
-        return refusal
+        return refusal and _identified(refusal, error_format_of(request.path), request.client_id)
 
     async def answer(self, request: Request) -> Response | None:
         """Return the answer of the request's route, or None if the answer was streamed. Errors have the format of the API."""
@@ -299,16 +300,15 @@ class Gateway:
         if answer is not None and request.writer.opened:
             _write_error(request, answer)
             return None
-        return answer
+        return answer and _identified(answer, error_format, request.client_id)
 
     def error(self, status: int, message: str, code: str, path: str) -> Response:
         """Return the answer for an error that the HTTP server itself found, in the format of the path's API."""
         self.telemetry.answered("", "other", status)
         type_ = "server_error" if status >= 500 else "invalid_request_error"
         wait = RETRY_S if status == 503 else None
-        return _error(
-            ApiRequestError(status, message, type_=type_, code=code, retry_after_s=wait), error_format_of(path)
-        )
+        error = ApiRequestError(status, message, type_=type_, code=code, retry_after_s=wait)
+        return _identified(_error(error, error_format_of(path)), error_format_of(path), None)
 
     def _route(self, path: str) -> Route | None:
         # vLLM redirects from a path with a slash at its end.
@@ -435,13 +435,20 @@ class Gateway:
         """Return a model's entry with the fields of OpenAI's API and of Anthropic's.
 
         If the context length is known it is in `max_model_len`, as in vLLM's answers, and in `max_input_tokens`, as in
-        Anthropic's; coding agents plan with it.
+        Anthropic's; coding agents plan with it. What of Anthropic's fields is not known is null, as its API has it.
         """
         found = self.pools.resolve(pool)
         context = found[0].pool.max_model_len if found is not None else 0
         openai = {"id": name, "object": "model", "created": 0, "owned_by": "pointsman", "root": pool}
-        anthropic = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
-        return openai | anthropic | ({"max_model_len": context, "max_input_tokens": context} if context else {})
+        anthropic = {
+            "type": "model",
+            "display_name": name,
+            "created_at": "1970-01-01T00:00:00Z",
+            "max_input_tokens": context or None,
+            "max_tokens": None,
+            "capabilities": None,
+        }
+        return openai | anthropic | ({"max_model_len": context} if context else {})
 
     async def _end_session(self, request: Request) -> Response:
         """End a session of the client's tenant. The answer is the same whether or not the session is known."""
@@ -645,6 +652,13 @@ def _write_error(request: Request, answer: Response) -> None:
 
 def _error(error: ApiRequestError, error_format: ErrorFormat) -> Response:
     return Response(error.status, error.body(error_format), {"Content-Type": "application/json"} | error.headers())
+
+
+def _identified(answer: Response, error_format: ErrorFormat, request_id: str | None) -> Response:
+    """Return `answer`; one that is an error in Anthropic's format with the id of its request. Mutates `answer`."""
+    if error_format is ErrorFormat.ANTHROPIC and answer.status >= 400:
+        answer.body = with_request_id(answer.body, request_id)
+    return answer
 
 
 def _unknown_model(name: str) -> ApiRequestError:

@@ -7,10 +7,12 @@ from pointsman_gateway.core.api.errors import (
     ErrorFormat,
     begins_with_error,
     error_event,
+    named_code,
     redact_error,
     redact_error_event,
     reports_error,
     was_aborted,
+    with_request_id,
 )
 from pointsman_gateway.core.api.parse import FORBIDDEN_FIELDS, FORBIDDEN_XARGS, estimated_tokens, parse
 from pointsman_gateway.core.api.prompt_length import ContextExceeded
@@ -30,10 +32,12 @@ __all__ = [
     "error_event",
     "error_format_of",
     "estimated_tokens",
+    "named_code",
     "parse",
     "redact_error",
     "redact_error_event",
     "reports_error",
     "was_aborted",
     "with_fields",
+    "with_request_id",
 ]

@@ -63,10 +63,12 @@ def check_count_tokens(body: dict[str, Any]) -> None:
 
 
 def _check_prompt(body: Mapping[str, Any]) -> None:
-    check_turns(body.get("messages"), "messages", content_needed=True)
     system = body.get("system")
     if not isinstance(system, str | list | None):
         raise invalid_parameter("system", "a string or a list of blocks")
+    if system and body.get("messages") == []:
+        return  # vLLM renders a system prompt alone
+    check_turns(body.get("messages"), "messages", content_needed=True)
 
 
 def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:

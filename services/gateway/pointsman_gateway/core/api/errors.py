@@ -17,7 +17,8 @@ class ErrorFormat(enum.Enum):
 
     OPENAI = "openai"  # {"error": {message, type, param, code}}; in a stream an unnamed event
     RESPONSES = "responses"  # as OPENAI; in a stream an event named "error" with top-level fields
-    ANTHROPIC = "anthropic"  # {"type": "error", "error": {type, message}}; in a stream an event named "error"
+    # {"type": "error", "error": {type, message}, "request_id"}; in a stream, without the id, an event named "error"
+    ANTHROPIC = "anthropic"
 
 
 # https://docs.anthropic.com/en/api/errors; 529 has no meaning outside Anthropic's own service.
@@ -139,6 +140,11 @@ def redact_error(error_format: ErrorFormat, status: int, body: bytes) -> bytes:
     return msgspec.json.encode({"error": safe})
 
 
+def with_request_id(body: bytes, request_id: str | None) -> bytes:
+    """Return an error's body in Anthropic's format with the id of its request, as its API has it."""
+    return body[:-1] + b',"request_id":' + msgspec.json.encode(request_id) + b"}"
+
+
 def was_aborted(text: bytes) -> bool:
     """Whether an engine aborted an answer, as vLLM does with all running requests when it is told to stop. `text`: a body, or a
     part of a stream, of OpenAI's completions and chats; the other APIs do not report it. Inside a model's output these bytes
@@ -195,7 +201,7 @@ def redact_error_event(error_format: ErrorFormat, event: bytes, sequence_number:
         return b"event: error\ndata: " + msgspec.json.encode({"type": "error", "error": error})
     if error_format is ErrorFormat.RESPONSES:
         number = found.get("sequence_number", sequence_number)
-        code = safe["code"] if isinstance(safe["code"], str) else None
+        code = named_code(safe["code"])
         return error_event(safe["message"], error_format, code, number if isinstance(number, int) else 0).rstrip()
     return b"data: " + msgspec.json.encode({"error": safe})
 
@@ -206,12 +212,24 @@ def _safe(error: Any, otherwise: str, fields: tuple[str, ...] = ("type", "param"
     found = error if isinstance(error, dict) else {"message": error}
     kept = {name: found.get(name) for name in fields}
     texts = {name: without_addresses(value) if isinstance(value, str) else value for name, value in kept.items()}
-    scalars = {name: value if isinstance(value, str | int) else None for name, value in texts.items()}
+    # vLLM's `code` is the status as a number. OpenAI's is a text or null, and typed clients read no other.
+    scalars = {name: _as_text(value) for name, value in texts.items()}
     message = found.get("message")
     text = message.partition(_TRACE)[0].strip() if isinstance(message, str) else ""
     if "code" in scalars and says_too_long(text):
         scalars["code"] = CODE
     return {"message": without_addresses(text) or otherwise, **scalars}
+
+
+def named_code(code: str | None) -> str | None:
+    """Return an error's code if it is a name, and not an engine's status."""
+    return None if code is None or code.isdigit() else code
+
+
+def _as_text(value: Any) -> str | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return value if isinstance(value, str) else None
 
 
 def _type_of(status: int) -> str:

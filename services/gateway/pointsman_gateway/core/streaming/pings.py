@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pointsman_gateway.core.api import ErrorFormat, error_event
+from pointsman_gateway.core.api import ErrorFormat, error_event, named_code
 from pointsman_gateway.core.http_message import Request, Response
 
 _HEAD = {"Content-Type": "text/event-stream; charset=utf-8"}
@@ -27,5 +27,5 @@ def as_event(error: Response, error_format: ErrorFormat) -> bytes:
     if error_format is ErrorFormat.OPENAI:
         return b"data: " + error.body + b"\n\n"
     told = msgspec.json.decode(error.body)["error"]
-    code = told["code"] if isinstance(told["code"], str) else told["type"]
+    code = named_code(told["code"]) or told["type"]
     return error_event(told["message"], error_format, code, param=told["param"])
