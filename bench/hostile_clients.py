@@ -19,7 +19,7 @@ from typing import cast
 
 import uvloop
 
-from bench.load_client import WORDS
+from bench.load_client import WORDS, tell
 
 KEY = "sk-0"
 PATH = "/v1/chat/completions"
@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="duration of ordinary clients, in s")
     given = parser.parse_args()
     if given.kind == "ordinary":
-        print(json.dumps(uvloop.run(ordinary(given.port, given.connections, given.seconds))))
+        tell(uvloop.run(ordinary(given.port, given.connections, given.seconds)))
     else:
         uvloop.run(hostile(given.kind, given.port))
 
