@@ -67,7 +67,12 @@ def test_the_sequences_are_the_answers_to_each_prompt(
             "n",
             "n must be at most 4096 for 4 prompts, got 5000.",
         ),
-        (Endpoint.COMPLETION, {"prompt": [[1]] * 100_000}, "prompt", "prompt list length 100000 exceeds the maximum"),
+        (
+            Endpoint.COMPLETION,
+            {"prompt": [[1] * 6] * 100_000},
+            "prompt",
+            "prompt list length 100000 exceeds the maximum",
+        ),
         (Endpoint.EMBEDDINGS, {"input": ["a"] * 16_385}, "input", "input list length 16385 exceeds the maximum"),
     ],
 )

@@ -108,6 +108,7 @@ class ApiCall:
     stripped: tuple[str, ...] = ()
     hide_usage: bool = False  # only the gateway requested the stream's usage: it is not forwarded
     light: bool = False  # whether decode_light() has decoded the body
+    decoded_bytes: int = 0  # at most so many bytes of memory do the body's values take
     continuable: bool = False  # whether another engine can go on with its answer (continuable.py)
     continuable_by_text: bool = False  # whether it can if it only knows the answer's text
     prompts: int = 1  # number of prompts, or of a pooling API's texts
