@@ -63,6 +63,27 @@ async def test_an_open_stream_does_not_keep_its_prompt(up: Stack) -> None:
     await eventually(lambda: len(up.router.finished) == 3)
 
 
+@pytest.mark.parametrize("count", [1_000, 4_000], ids=["light", "large"])
+async def test_a_request_that_waits_for_its_answer_keeps_the_bytes_of_its_body_alone(up: Stack, count: int) -> None:
+    """Not the body's values, which take ten times as much."""
+    up.engines[0].hold = up.engines[1].hold = asyncio.Event()
+    for engine in up.engines:
+        engine.mode = "hang"
+    body = CHAT | {"unknown": [{"a": "one", "bc": number} for number in range(count)]}
+    size = len(json.dumps(body))
+    tracemalloc.start(10)
+    try:
+        async with aiohttp.ClientSession() as http:
+            waiting = [asyncio.create_task(http.post(f"{up.url}/v1/chat/completions", json=body)) for _ in range(3)]
+            await eventually(lambda: sum(len(engine.requests) for engine in up.engines) == 3)
+            assert 3 * size < kept_by_the_gateway() < 3 * (2 * size + 30_000)
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+    finally:
+        tracemalloc.stop()
+
+
 class Torrent(FakeEngine):
     """Answers a request with `flood` with 42 MB, as fast as they are read; other requests as usual."""
 

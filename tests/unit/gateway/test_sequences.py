@@ -101,7 +101,7 @@ def placed(tokenizer: ModelTokenizer | None, **fields: Any) -> tuple[placement_p
     state = PoolState(placement_pb2.Pool(model="m"))
     context = RequestContext("r", "r", call, state, "", ANYONE, Headers(), KeyCharge(), time.monotonic())
     preparer = RequestPreparer(TokenCache(1 << 20))
-    tokens = preparer.estimate(call) if tokenizer is None else preparer.tokens(context, tokenizer.prompt(call))
+    tokens = preparer.estimate(context) if tokenizer is None else preparer.tokens(context, tokenizer.prompt(call))
     preparer.prepare(context, tokens, time.monotonic(), dry=False)
     return context.placement, context.prompt_tokens
 

@@ -157,6 +157,11 @@ def _parse(
     )
 
 
+def chat_of(endpoint: Endpoint, payload: bytes) -> dict[str, Any]:
+    """Return the prompt of a parsed call's payload as a chat completions body. `endpoint`: of an API whose prompt is one."""
+    return _TO_CHAT[endpoint](decode_body(payload).body)
+
+
 def estimated_tokens(call: ApiCall) -> int:
     """Estimate the number of tokens of all prompts of a request: a quarter of their texts' length, or the number of token ids. At
     least 1. Media are not counted: their size says little about their tokens."""
