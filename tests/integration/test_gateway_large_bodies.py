@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pointsman_gateway.core.api import Endpoint, decode_body
+from pointsman_gateway.core.api import Endpoint, decode_body, parse
 from pointsman_gateway.core.request import prepare
 from pointsman_gateway.core.tenants import ANYONE
 from pointsman_gateway.core.tokens.chat_template import ChatTemplate
@@ -169,7 +169,7 @@ async def test_what_a_template_multiplies_is_rendered_in_a_thread_up_to_the_cont
 async def test_only_so_many_large_bodies_are_decoded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as threads tokenise; the others wait as bytes."""
     may_end, parsed = asyncio.Event(), 0
-    parse, tokenize_by = threaded_preparer.parse, PendingPrompt.tokenize_by
+    tokenize_by = PendingPrompt.tokenize_by
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal parsed

@@ -137,6 +137,20 @@ def test_a_quadratic_template_leaves_the_event_loop(count: int) -> None:
     assert over.value.characters == 0  # it is not too long
 
 
+@pytest.mark.parametrize("count", [1_000, 20_000])
+def test_many_indented_values_leave_the_event_loop(count: int) -> None:
+    """By their number, since each takes its time, and not by the length of their text."""
+    body = {"messages": ASK, "tools": tools([0] * count, 1)}
+    size = len(json.dumps(body))
+    if count < LIGHT_STEPS:
+        assert template(INDENTED).read(body, light_limits(0, size, 0)).text
+        return
+    with pytest.raises(OverBudget) as over:
+        template(INDENTED).read(body, light_limits(0, size, 0))
+    assert over.value.characters == 0
+    assert template(INDENTED).read(body, thread_limits(0, size, 0)).text
+
+
 # As Qwen 3's template, which asks at each message for the number of all, and drops what was thought before.
 BACKWARDS = """{% for m in messages[::-1] %}{% set at = (messages|length - 1) - loop.index0 %}{{ at }}{% endfor %}
 {% for m in messages %}{{ (m.content.split('</think>')|last).lstrip() }}{% endfor %}"""

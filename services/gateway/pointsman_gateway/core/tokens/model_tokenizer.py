@@ -36,10 +36,10 @@ log = structlog.get_logger()
 # many characters blocks the event loop for about 1 ms, and joining that many known pieces for about 0.5 ms.
 _INLINE_CHARS = 4 << 10
 _INLINE_PIECES = 4 << 10
-# Maximum number of characters of a piece. Encoding one takes some 120 bytes of memory for each character, so a piece of more than
-# LARGE_PIECE_CHARS is encoded alone.
+# Maximum number of characters of a piece. Encoding one takes 120 to 240 bytes of memory for each character, so a piece of more
+# than LARGE_PIECE_CHARS is encoded alone.
 _MAX_PIECE_CHARS = 8 << 20
-LARGE_PIECE_CHARS = 1 << 20
+LARGE_PIECE_CHARS = 1 << 18
 # Number of characters that are tokenised before the tokens are counted. A prompt that is too long is not tokenised further. The
 # library's results are read, and freed, with the interpreter lock: for so many characters that takes some 3 ms.
 _BATCH_CHARS = 1 << 16

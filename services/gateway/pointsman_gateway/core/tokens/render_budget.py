@@ -244,19 +244,19 @@ def _tojson(
     most = min(meter.part if meter.light else meter.longest, meter.made)
     joined: list[str] = []
     some: list[str] = []
-    length = count = 0
+    length = 0
     for part in json.JSONEncoder(**form).iterencode(value):
         length += len(part)
         if length > most:
             meter.take(length)
-        count += 1
-        if length <= meter.part:
-            some.append(part)
+        some.append(part)
         if len(some) == _PARTS:
-            joined.append("".join(some))
+            meter.step(_PARTS)
+            if length <= meter.part:
+                joined.append("".join(some))
             some.clear()
     meter.take(length)
-    meter.step(count // _ITEMS_A_STEP)
+    meter.step(len(some))
     return "".join(joined + some)
 
 
