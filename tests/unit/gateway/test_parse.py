@@ -111,7 +111,7 @@ def test_any_bytes_are_a_call_or_an_error(endpoint: Endpoint, raw: bytes) -> Non
 
 
 @pytest.mark.parametrize(
-    "raw", [b"[" * 100_000, b'{"a":' * 5000 + b"1" + b"}" * 5000, b'{"model": "\xff"}', b"\xef\xbb\xbf{}"]
+    "raw", [b"[" * 4_000, b'{"a":' * 2000 + b"1" + b"}" * 2000, b'{"model": "\xff"}', b"\xef\xbb\xbf{}"]
 )
 def test_hostile_bytes_are_malformed(raw: bytes) -> None:
     with pytest.raises(ApiRequestError) as refused:
