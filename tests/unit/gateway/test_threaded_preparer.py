@@ -10,7 +10,9 @@ from contextlib import suppress
 from functools import partial
 
 from pointsman_gateway.core.tenants import ANYONE, Client
-from pointsman_gateway.io.request.threaded_preparer import _Threads
+from pointsman_gateway.core.tokens.token_cache import TokenCache
+from pointsman_gateway.io.request.threaded_preparer import TURN_BYTES, ThreadedPreparer, _Threads
+from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
 
 
 async def test_who_leaves_while_waiting_leaves_nothing_behind() -> None:
@@ -77,3 +79,27 @@ async def test_an_error_keeps_no_body_in_memory() -> None:
     finally:
         gc.enable()
         threads.close()
+
+
+async def test_bodies_that_arrive_at_once_are_prepared_in_several_turns_of_the_loop() -> None:
+    preparer = ThreadedPreparer(GatewayMetrics(cache := TokenCache(0)), cache)
+    loop, turn, seen = asyncio.get_running_loop(), 0, list[tuple[int, int]]()
+
+    def count() -> None:
+        nonlocal turn
+        turn += 1
+        loop.call_soon(count)
+
+    async def prepare(size: int) -> None:
+        await preparer.loop_turn(size)
+        seen.append((turn, size))
+
+    count()
+    sizes = [TURN_BYTES * 2, *[TURN_BYTES // 3] * 7, TURN_BYTES, 1]
+    await asyncio.gather(*map(prepare, sizes))
+    preparer.close()
+    for at in {at for at, _ in seen}:
+        together = [size for one, size in seen if one == at]
+        assert len(together) == 1 or sum(together) <= TURN_BYTES
+    assert sorted(size for _, size in seen) == sorted(sizes)
+    assert len({at for at, _ in seen}) < len(sizes)

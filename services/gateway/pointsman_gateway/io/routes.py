@@ -65,7 +65,7 @@ from pointsman_gateway.io.processes.sibling_processes import SiblingProcesses
 from pointsman_gateway.io.request.ext_proc_request import ExtProcRequest, Proxy
 from pointsman_gateway.io.request.request_runner import RequestRunner
 from pointsman_gateway.io.request.shared_context import SharedContext
-from pointsman_gateway.io.request.threaded_preparer import ThreadedPreparer
+from pointsman_gateway.io.request.threaded_preparer import COUNTED_BYTES, ThreadedPreparer
 from pointsman_gateway.io.request.unplaced_proxy import STORED_RESPONSE_PATH, UnplacedProxy
 from pointsman_gateway.io.routing.key_limit_leases import KeyLimitLeases
 from pointsman_gateway.io.routing.model_pools import ModelPools
@@ -511,6 +511,8 @@ class Gateway:
         self, endpoint: Endpoint, request: Request, client: Client, key_charge: KeyCharge, received_at: float
     ) -> Response | None:
         dry = request.headers.get("X-Pointsman-Dry-Run", "") == "1"
+        if len(request.body) > COUNTED_BYTES:
+            await self._preparer.loop_turn(len(request.body))
         light = decode_light(request.body)
         if light is not None:
             read = await self._read(endpoint, request, client, key_charge, received_at, light, dry=dry)

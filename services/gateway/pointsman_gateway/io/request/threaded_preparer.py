@@ -27,6 +27,9 @@ from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
 log = structlog.get_logger()
 
 _Made = TypeVar("_Made")
+# A body of more bytes waits for a turn of the event loop in which at most TURN_BYTES of such bodies are prepared, or it alone.
+# TURN_BYTES take some 6 ms.
+COUNTED_BYTES, TURN_BYTES = 32 << 10, 1 << 19
 
 
 class ThreadedPreparer:
@@ -50,12 +53,25 @@ class ThreadedPreparer:
         self._tokenizing = _Threads(tokenizing, "tokenizing")
         self._large_prompts = FairTurns(tokenizing)
         self._large_pieces = _Threads(1, "large-pieces")
+        self._turn_bytes = 0  # of bodies of more than COUNTED_BYTES in this turn of the event loop
 
     def close(self) -> None:
         """Cancel work that waits for a thread."""
         self._large_bodies.close()
         self._tokenizing.close()
         self._large_pieces.close()
+
+    async def loop_turn(self, size: int) -> None:
+        """Wait for a turn of the event loop in which there is room for a body of `size` bytes, more than COUNTED_BYTES. Several
+        that have arrived at once would be prepared in one turn."""
+        while self._turn_bytes and self._turn_bytes + size > TURN_BYTES:  # noqa: ASYNC110 (it waits for turns)
+            await asyncio.sleep(0)
+        if not self._turn_bytes:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        self._turn_bytes += size
+
+    def _next_turn(self) -> None:
+        self._turn_bytes = 0
 
     def large_turn(self, client: Client) -> AbstractAsyncContextManager[None]:
         """Wait for a turn of `client` at the memory for large bodies, which lasts as long as the block."""
