@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import tracemalloc
+import weakref
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -149,6 +152,26 @@ def test_many_indented_values_leave_the_event_loop(count: int) -> None:
         template(INDENTED).read(body, light_limits(0, size, 0))
     assert over.value.characters == 0
     assert template(INDENTED).read(body, thread_limits(0, size, 0)).text
+
+
+def test_a_rendering_that_ends_early_keeps_no_values() -> None:
+    """Not until garbage is collected either: there may be many."""
+
+    class Values(list[int]):
+        pass
+
+    values = Values([0] * 1_000)
+    body = {"messages": ASK, "tools": tools({"a": values}, 1)}
+    gone = weakref.ref(values)
+    del values
+    gc.disable()
+    try:
+        with suppress(OverBudget):
+            template(INDENTED).read(body, LIMITS)
+        del body
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 # As Qwen 3's template, which asks at each message for the number of all, and drops what was thought before.

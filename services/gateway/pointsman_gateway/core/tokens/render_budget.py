@@ -240,12 +240,13 @@ def _tojson(
         written = json.dumps(value, **form)
         meter.take(len(written))
         return written
-    # iterencode() lets other threads run, and ends with the loop. Each of its parts has at least one character.
+    # iterencode() lets other threads run, and ends with the loop. Each of its parts has at least one character. An encoder that
+    # is left early would refer, in a cycle, to what it checks for circles, and values that were JSON have none.
     most = min(meter.part if meter.light else meter.longest, meter.made)
     joined: list[str] = []
     some: list[str] = []
     length = 0
-    for part in json.JSONEncoder(**form).iterencode(value):
+    for part in json.JSONEncoder(check_circular=False, **form).iterencode(value):
         length += len(part)
         if length > most:
             meter.take(length)

@@ -118,9 +118,11 @@ class ThreadedPreparer:
                 pending = tokenizer.prepare(call, limit, light=True)
             except OverBudget:
                 call.light = False
-                async with self.large_turn(context.client):
-                    return await self._tokens_of_large(context, tokenizer)
-            return await self._tokenized(context, pending)
+            else:
+                return await self._tokenized(context, pending)
+            # Not while the error is handled: it refers to all that was rendered, and would keep it.
+            async with self.large_turn(context.client):
+                return await self._tokens_of_large(context, tokenizer)
 
     async def _tokens_of_large(self, context: RequestContext, tokenizer: ModelTokenizer) -> Tokens:
         work = partial(tokenizer.prepare, context.call, context.state.pool.max_model_len)
