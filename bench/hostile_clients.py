@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gzip
 import itertools
 import json
 import random
@@ -19,7 +20,7 @@ from typing import cast
 
 import uvloop
 
-from bench.load_client import WORDS
+from bench.load_client import WORDS, tell
 
 KEY = "sk-0"
 PATH = "/v1/chat/completions"
@@ -34,10 +35,10 @@ def chat(words: int = 200, **fields: object) -> bytes:
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], **fields}).encode()
 
 
-def head(length: int, key: str = KEY) -> bytes:
-    """Return a request's head, for a body of `length` bytes."""
+def head(length: int, key: str = KEY, *more: str) -> bytes:
+    """Return a request's head, for a body of `length` bytes. `more`: further lines."""
     lines = [f"POST {PATH} HTTP/1.1", "Host: h", "Content-Type: application/json", f"Authorization: Bearer {key}"]
-    return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
+    return "\r\n".join([*lines, *more, f"Content-Length: {length}", "", ""]).encode()
 
 
 class Ordinary(asyncio.Protocol):
@@ -147,8 +148,10 @@ async def half_upload(port: int) -> None:
 
 async def sender(kind: str, port: int) -> None:
     """Sends the body of a kind, and waits for its answer and a little longer."""
-    loop, own, body = asyncio.get_running_loop(), await _connected(port), BODIES[kind]
-    await loop.sock_sendall(own, head(len(body)) + body)
+    loop, own, body, more = asyncio.get_running_loop(), await _connected(port), BODIES[kind], list[str]()
+    if kind == "compressed":
+        body, more = COMPRESSED, ["Content-Encoding: gzip"]
+    await loop.sock_sendall(own, head(len(body), KEY, *more) + body)
     await loop.sock_recv(own, 1000)
     await asyncio.sleep(0.03)
     own.close()
@@ -187,22 +190,34 @@ def _with_messages(count: int) -> bytes:
     return json.dumps({"model": "m", "messages": [_SHORT] * count, "max_tokens": 1}).encode()
 
 
+def _with_values(value: str, count: int) -> bytes:
+    """Return a chat with one tool whose parameters are a list of so many values."""
+    values = ",".join([value] * count)
+    tool = f'{{"type":"function","function":{{"name":"f","parameters":{{"a":[{values}]}}}}}}'
+    return f'{{"model":"m","messages":[{json.dumps(_SHORT)}],"max_tokens":1,"tools":[{tool}]}}'.encode()
+
+
 # Bodies that hostile clients send. `deep`: deeper than a gateway takes. `nested`: 29 KB, `repeated`: 230 KB, whose prompts under
-# MULTIPLYING have some 250 times as many characters. `quadratic`: some 2 million iterations under MULTIPLYING.
+# MULTIPLYING have some 250 times as many characters. `quadratic`: some 2 million iterations under MULTIPLYING. `dense`: a body
+# whose values take about as much memory as a gateway accepts, `denser`: more. `compressed`: 1 MB, sent as 3 KB.
 BODIES = {
     "many_messages": _with_messages(100_000),
     "deep": _with_tools(5, 940, 1),
     "nested": _with_tools(5, 118, 2_550),
     "repeated": _with_tools(40, 118, 2_550),
     "quadratic": _with_messages(2_000),
+    "dense": _with_values('{"name":"a","one":"a value"}', 11_000),
+    "denser": _with_values('{"a":{}}', 40_000),
+    "compressed": _with_values('"a value that is repeated over and over"', 25_000),
 }
+COMPRESSED = gzip.compress(BODIES["compressed"])
 # A template that multiplies what a client sends, as some models' do: indented tools, and a look at all later messages.
 MULTIPLYING = (
     "{% for tool in tools or [] %}{{ tool | tojson(indent=4) }}{% endfor %}"
     "{% for m in messages %}{% for later in messages[loop.index:] %}{% if later.role == 'x' %}x{% endif %}{% endfor %}"
     "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
 )
-MULTIPLIED = frozenset({"deep", "nested", "repeated", "quadratic"})
+MULTIPLIED = frozenset(BODIES) - {"many_messages"}
 # Kind -> (what one client does repeatedly, number of clients).
 HOSTILE: dict[str, tuple[Callable[[int], Awaitable[None]], int]] = {
     "slow_readers": (slow_reader, 200),
@@ -244,7 +259,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="duration of ordinary clients, in s")
     given = parser.parse_args()
     if given.kind == "ordinary":
-        print(json.dumps(uvloop.run(ordinary(given.port, given.connections, given.seconds))))
+        tell(uvloop.run(ordinary(given.port, given.connections, given.seconds)))
     else:
         uvloop.run(hostile(given.kind, given.port))
 

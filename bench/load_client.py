@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import random
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -214,6 +215,12 @@ async def go(run: LoadRun, connections: int, group: int, spread_s: float) -> dic
     }
 
 
+def tell(result: object) -> None:
+    """Print `result` as a line of JSON. With PYTHONUNBUFFERED print() writes once, of which a pipe may take only a part."""
+    with open(sys.stdout.fileno(), "w", closefd=False) as out:
+        print(json.dumps(result), file=out)
+
+
 def main() -> None:
     """Run the client."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -248,7 +255,7 @@ def main() -> None:
         )
         return await go(asking, given.connections, given.group, given.spread_ms / 1e3)
 
-    print(json.dumps(uvloop.run(run())))
+    tell(uvloop.run(run()))
 
 
 if __name__ == "__main__":

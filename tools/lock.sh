@@ -12,7 +12,6 @@ compile pyproject.toml --extra all --group dev -o requirements/dev.lock
 echo uv | compile - -o requirements/installer.lock
 compile requirements/engine.in --overrides requirements/engine.overrides -o requirements/engine.lock
 compile requirements/aiperf.in -o requirements/aiperf.lock
-compile requirements/agents.in -o requirements/agents.lock
 compile requirements/clients.in -o requirements/clients.lock
 compile requirements/envoy.in -o requirements/envoy.lock
 compile requirements/guidellm.in --overrides requirements/engine.overrides -o requirements/guidellm.lock

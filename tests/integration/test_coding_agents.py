@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +13,9 @@ import openai
 import pytest
 
 from pointsman.router.v1 import fleet_pb2
+from tests.support.clients.agent_programs import CODEX, Server, run
 from tests.support.processes.emulated_fleet import MODEL, EmulatedFleet, emulated_fleet
-from tests.support.repository import REPOSITORY
 
-CODEX = "lib/python*/site-packages/codex_cli_bin/bin/codex"  # in .venv-agents
 BLOCK = 16
 SYSTEM, TASK = "You are a coding agent. Use your tools, then say what you did.", "Write two lines into notes.txt."
 COMMANDS = ["echo first >> notes.txt", "echo second >> notes.txt"]
@@ -152,36 +149,13 @@ def test_a_vendors_client_calls_tools_turn_by_turn(
     assert_prefixes_grew(fleet, session)
 
 
-def test_codex_does_its_task(fleet: EmulatedFleet, tmp_path: Path) -> None:
-    codex = next((REPOSITORY / ".venv-agents").glob(CODEX), None)
-    if codex is None:
-        pytest.fail("Codex is missing: `make env-agents` makes .venv-agents (requirements/agents.lock)", pytrace=False)
-    work, home = tmp_path / "work", tmp_path / "home"
-    work.mkdir()
-    home.mkdir()
-    settings = (REPOSITORY / "deploy/agents/codex.toml").read_text()
-    for ours, theirs in (("http://127.0.0.1:8080", fleet.gateway_url), ('"qwen3-coder"', f'"{MODEL}"')):
-        assert ours in settings
-        settings = settings.replace(ours, theirs)
-    (home / "config.toml").write_text(settings)
-    flags = [
-        word for name in ("request", "stream") for word in ("-c", f"model_providers.pointsman.{name}_max_retries=0")
-    ]
-    flags += ["--json", "--skip-git-repo-check"]
-    # Of this machine's environment only its programs. The commands that Codex runs are those of SCRIPT.
-    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "CODEX_HOME": str(home), "POINTSMAN_API_KEY": "none"}
-    ended = subprocess.run(
-        [codex, "exec", *flags, "--dangerously-bypass-approvals-and-sandbox", TASK],
-        cwd=work,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert (work / "notes.txt").read_text() == "first\nsecond\n"
-    events = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+async def test_codex_does_its_task(fleet: EmulatedFleet, tmp_path: Path) -> None:
+    # The commands that Codex runs are those of SCRIPT.
+    server = Server(fleet.gateway_url, model=MODEL, context=131_072)
+    ended = await run(CODEX, tmp_path, server, TASK, within_s=100, enough=lambda: False)
+    assert ended.status == 0, ended.printed
+    assert (tmp_path / "work/notes.txt").read_text() == "first\nsecond\n"
+    events = [json.loads(line) for line in ended.printed.splitlines() if line.startswith("{")]
     items = [event["item"] for event in events if event["type"] == "item.completed"]
     said = [item["text"] for item in items if item["type"] == "agent_message"]
     assert said == [SCRIPT[0]["text"], SCRIPT[2]["text"]]

@@ -15,6 +15,7 @@ import aiohttp
 import openai
 import pytest
 from backports import zstd
+from prometheus_client import generate_latest
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import prompt_keys
@@ -170,6 +171,8 @@ async def test_a_client_that_leaves_with_the_whole_answer_did_not_cancel_it(up: 
     assert outcomes(up) == [placement_pb2.OUTCOME_OK]
     assert up.router.finished[0].cached_tokens == 16
     await eventually(lambda: not up.engines[0].open)
+    counted = f'gateway_requests_total{{model="{MODEL}",route="/v1/chat/completions",status="200"}} 1.0'
+    await eventually(lambda: counted in generate_latest(up.gateway.telemetry.registry).decode())
 
 
 async def test_a_client_that_leaves_before_the_placement_is_reported_to_the_router(up: Stack) -> None:
@@ -255,7 +258,7 @@ async def test_an_instance_that_dies_while_it_answers_ends_the_stream_with_an_er
     ):
         body = await answer.read()
     assert b"[DONE]" not in body
-    assert json.loads(body.strip().splitlines()[-1].removeprefix(b"data: "))["error"]["code"] == "instance_failed"
+    assert json.loads(body.strip().splitlines()[-1].removeprefix(b"data: "))["error"]["code"] == 502
     await up.router.until(lambda: len(up.router.finished) == 1)
     assert outcomes(up) == [placement_pb2.OUTCOME_FAILED]
 
@@ -286,7 +289,7 @@ async def test_a_stream_that_an_instance_gives_up_ends_with_an_error(up: Stack) 
         error = await answer.content.readuntil(b"\n\n")
     # The client disconnects at the error, as official clients do.
     assert json.loads(first.removeprefix(b"data: "))["choices"][0]["delta"]["content"] == "The "
-    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "instance_failed"
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 502
     await up.router.until(lambda: len(up.router.finished) == 1)
     assert outcomes(up) == [placement_pb2.OUTCOME_FAILED]
 

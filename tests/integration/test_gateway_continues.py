@@ -14,6 +14,7 @@ import pytest
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import extend_keys
 from pointsman_gateway.core.api import Endpoint
+from pointsman_gateway.core.streaming import sse
 from pointsman_gateway.core.tenants import Client
 from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman_gateway.io.request import step_execution
@@ -178,7 +179,7 @@ async def test_a_begun_text_does_not_wait_for_its_turn_without_end(up: Stack, mo
     await turns.take(Client("another", b""))
     text, (error,) = await text_of(up)
     assert text == "".join(WORDS[:20])
-    assert error["code"] == "instance_failed"
+    assert error["code"] == 502
     assert not waiting(turns)
 
 
@@ -197,8 +198,24 @@ async def test_an_answer_that_no_other_instance_may_take_ends_with_an_error(up: 
     await up.router.tell_fleet()
     text, (error,) = await text_of(up)
     assert text == "".join(WORDS[:20])
-    assert error["code"] == "instance_failed"
+    assert error["code"] == 502
     assert [finish.outcome for finish in up.router.finished] == [placement_pb2.OUTCOME_FAILED]
+
+
+@pytest.mark.parametrize("room", [True, False])
+async def test_an_answer_whose_ids_outgrow_the_memory_for_them_is_not_continued(
+    up: Stack, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    """Ids of more tokens than memory was taken for take more of the budget, of which each client has a share."""
+    for module in (sse, step_execution):
+        monkeypatch.setattr(module, "RECORD_STEP", 60)
+    payload = len(json.dumps(BODY | {"stream_options": {"include_usage": True}}))
+    budget = up.gateway._shared.continuations.kept
+    budget.limit = payload + 10_000 if room else payload + 90
+    first(up).mode = "cut"
+    text, errors = await text_of(up)
+    assert (text, len(errors)) == (("".join(WORDS), 0) if room else ("".join(WORDS[:20]), 1))
+    assert budget.used == 0
 
 
 async def test_a_rank_of_the_server_that_is_left_may_take_the_rest(up: Stack) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +11,16 @@ from typing import Any
 
 import pytest
 
-from pointsman_gateway.core.api import Endpoint, decode_body
+from pointsman_gateway.core.api import Endpoint, decode_body, parse
 from pointsman_gateway.core.request import prepare
+from pointsman_gateway.core.tenants import ANYONE
 from pointsman_gateway.core.tokens.chat_template import ChatTemplate
+from pointsman_gateway.core.tokens.model_tokenizer import PendingPrompt
 from pointsman_gateway.core.tokens.render_budget import OverBudget, RenderLimits
 from pointsman_gateway.io.request import threaded_preparer
 from tests.support.fakes.gateway_peers import MODEL, stack
 from tests.support.gateway_requests import ask
+from tests.support.waiting import eventually
 
 PATH = Endpoint.CHAT.value
 TURN = {"role": "user", "content": "set the points " * 20}
@@ -114,8 +119,8 @@ def with_tools(depth: int, width: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("body", "status", "code", "threads"),
     [
-        (with_tools(600, 1), 400, "invalid_json", []),
-        (with_tools(120, 5_000), 400, "context_length_exceeded", ["loop", "thread"]),
+        (with_tools(150, 1), 400, "invalid_json", []),
+        (with_tools(120, 12_000), 400, "context_length_exceeded", ["thread"]),
         (with_tools(100, 1), 200, None, ["loop", "thread"]),
         (SMALL | {"messages": [{"role": "user", "content": "a"}] * 1_000}, 200, None, ["loop", "thread"]),
         (SMALL | {"messages": [{"role": "user", "content": "a"}] * 50}, 200, None, ["loop"]),
@@ -134,7 +139,9 @@ async def test_what_a_template_multiplies_is_rendered_in_a_thread_up_to_the_cont
     here, read = threading.get_ident(), ChatTemplate.read
 
     def noted(self: ChatTemplate, asked: Any, limits: RenderLimits = EVERYTHING) -> Any:
-        if replace(limits, part=0) == EVERYTHING:  # the test's fake engine renders in this process, too
+        if (
+            replace(limits, part=0, memory=EVERYTHING.memory) == EVERYTHING
+        ):  # the test's fake engine renders in this process, too
             return read(self, asked, limits)
         thread = "loop" if threading.get_ident() == here else "thread"
         try:
@@ -157,3 +164,33 @@ async def test_what_a_template_multiplies_is_rendered_in_a_thread_up_to_the_cont
             assert limits.light is (thread == "loop")
             # Each text that a template writes is within the limit, and so is what was there before it.
             assert length <= 2 * limits.text
+
+
+async def test_only_so_many_large_bodies_are_decoded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as threads tokenise; the others wait as bytes."""
+    may_end, parsed = asyncio.Event(), 0
+    tokenize_by = PendingPrompt.tokenize_by
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal parsed
+        parsed += 1
+        return parse(*args, **kwargs)
+
+    async def late(self: PendingPrompt, run_in_thread: Any) -> Any:
+        await may_end.wait()
+        return await tokenize_by(self, run_in_thread)
+
+    async with stack(tmp_path) as up:
+        monkeypatch.setattr(decode_body, "LIGHT_BYTES", 0)
+        monkeypatch.setattr(decode_body, "PIECE_BYTES", 0)
+        monkeypatch.setattr(threaded_preparer, "parse", counted)
+        monkeypatch.setattr(PendingPrompt, "tokenize_by", late)
+        most = max(2, os.cpu_count() or 1)
+        asked = [asyncio.create_task(ask(up, PATH, SMALL)) for _ in range(most + 3)]
+        await eventually(lambda: parsed == most, "as many are decoded as may be")
+        # The thread has done all that was given to it.
+        await up.gateway._preparer._large_bodies.run(ANYONE, int)
+        assert parsed == most
+        may_end.set()
+        assert [status for status, _ in await asyncio.gather(*asked)] == [200] * (most + 3)
+        assert parsed == most + 3

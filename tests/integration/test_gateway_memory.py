@@ -63,6 +63,27 @@ async def test_an_open_stream_does_not_keep_its_prompt(up: Stack) -> None:
     await eventually(lambda: len(up.router.finished) == 3)
 
 
+@pytest.mark.parametrize("count", [1_000, 4_000], ids=["light", "large"])
+async def test_a_request_that_waits_for_its_answer_keeps_the_bytes_of_its_body_alone(up: Stack, count: int) -> None:
+    """Not the body's values, which take ten times as much."""
+    up.engines[0].hold = up.engines[1].hold = asyncio.Event()
+    for engine in up.engines:
+        engine.mode = "hang"
+    body = CHAT | {"unknown": [{"a": "one", "bc": number} for number in range(count)]}
+    size = len(json.dumps(body))
+    tracemalloc.start(10)
+    try:
+        async with aiohttp.ClientSession() as http:
+            waiting = [asyncio.create_task(http.post(f"{up.url}/v1/chat/completions", json=body)) for _ in range(3)]
+            await eventually(lambda: sum(len(engine.requests) for engine in up.engines) == 3)
+            assert 3 * size < kept_by_the_gateway() < 3 * (2 * size + 30_000)
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+    finally:
+        tracemalloc.stop()
+
+
 class Torrent(FakeEngine):
     """Answers a request with `flood` with 42 MB, as fast as they are read; other requests as usual."""
 
@@ -178,3 +199,31 @@ async def test_connections_beyond_what_may_be_open_are_refused_and_probes_answer
                     return answer.status == 200
 
             await eventually(listed, "there is room again")
+
+
+async def test_a_keys_requests_leave_connections_to_other_keys(tmp_path: Path) -> None:
+    """One that sends without end may hold three quarters of them; they are free again when its requests have ended."""
+    keys = tmp_path / "keys"
+    keys.write_text("red:k1\nblue:k2\n")
+    async with stack(tmp_path, api_keys_file=keys, max_connections=8) as up:
+        url, told = f"{up.url}/v1/chat/completions", ({"Authorization": "Bearer k1"}, {"Authorization": "Bearer k2"})
+        for engine in up.engines:
+            engine.mode = "hang"
+        async with aiohttp.ClientSession() as http, aiohttp.ClientSession() as other:
+            waiting = [asyncio.create_task(http.post(url, json=CHAT, headers=told[0])) for _ in range(6)]
+            await eventually(lambda: sum(len(engine.requests) for engine in up.engines) == 6)
+            async with http.post(url, json=CHAT, headers=told[0]) as refused:
+                assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+                assert (await refused.json())["error"]["code"] == "too_many_connections"
+            for engine in up.engines:
+                engine.mode = "ok"
+            async with other.post(url, json=CHAT, headers=told[1]) as taken:
+                assert (await taken.read()).endswith(b"[DONE]\n\n")
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            await eventually(lambda: not any(engine.open for engine in up.engines))
+            for _ in range(9):
+                async with http.post(url, json=CHAT, headers=told[0]) as taken:
+                    assert (await taken.read()).endswith(b"[DONE]\n\n")
+            assert (await http.get(f"{up.url}/v1/models", headers=told[0])).status == 200

@@ -72,7 +72,7 @@ async def test_only_an_engine_that_does_not_listen_any_more_loses_its_answers(tm
                     assert at == "i2"
                     assert b"set." in body
                 error = json.loads((await broken.read()).strip().splitlines()[-1].removeprefix(b"data: "))["error"]
-                assert error["code"] == "instance_failed"
+                assert error["code"] == 502
                 assert b"event: error\n" in await message.read()
                 takes_long.hold.set()
                 assert (await patient.read()).endswith(b"data: [DONE]\n\n")

@@ -29,7 +29,8 @@ from tests.support.fleet_updates import fleet_update
 from tests.support.tiny_tokenizer import CHATML, make_tokenizer
 from tests.support.waiting import eventually
 
-# Event with which a vLLM that was told to stop aborts a generation.
+# Event with which a vLLM begins a chat, and the one with which it aborts a generation when it is told to stop.
+BEGUN = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
 GIVEN_UP = b'data: {"choices":[{"index":0,"delta":{"content":""},"finish_reason":"abort"}]}\n\n'
 
 
@@ -44,6 +45,7 @@ class FakeEngine:
     - cut: the connection is closed in the middle of a stream
     - short: a stream ends without [DONE]
     - linger: a stream does not end after [DONE]
+    - told, broken: as confess and cut, before the first word
     - confess: after the first word the stream reports an internal error, in OpenAI's format as vLLM does on every API
     - stopped: generations are aborted, as by a vLLM that was told to stop; a stream is aborted at once, or with `hold` after its
       first word and without an end
@@ -129,6 +131,10 @@ class FakeEngine:
         before, words, after = script.events()
         for event in before:
             await answer.write(event)
+        if self.mode in ("told", "broken"):
+            if script.kind is Endpoint.CHAT:
+                await answer.write(BEGUN)
+            return await _confess(answer, script.kind) if self.mode == "told" else _cut(request, answer)
         if self.mode == "stopped" and self.hold is None:
             words = [GIVEN_UP]
         for at, event in enumerate(words):
@@ -141,15 +147,9 @@ class FakeEngine:
             if at == 0 and self.mode == "short":
                 return answer
             if at == 0 and self.mode == "confess":
-                error = {"message": "boom at 10.0.0.7:5557", "type": "InternalServerError", "param": None, "code": 500}
-                await answer.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
-                if script.kind in (Endpoint.CHAT, Endpoint.COMPLETION):
-                    await answer.write(b"data: [DONE]\n\n")
-                return answer
+                return await _confess(answer, script.kind)
             if at == 0 and self.mode == "cut":
-                assert request.transport is not None
-                request.transport.close()
-                return answer
+                return _cut(request, answer)
         for event in after:
             await answer.write(event)
         if self.mode == "linger":
@@ -207,6 +207,20 @@ class FakeEngine:
     async def stop_listening(self) -> None:
         """Stop accepting connections; open ones stay."""
         await self._site.stop()
+
+
+async def _confess(answer: web.StreamResponse, kind: Endpoint) -> web.StreamResponse:
+    error = {"message": "boom at 10.0.0.7:5557", "type": "InternalServerError", "param": None, "code": 500}
+    await answer.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
+    if kind in (Endpoint.CHAT, Endpoint.COMPLETION):
+        await answer.write(b"data: [DONE]\n\n")
+    return answer
+
+
+def _cut(request: web.Request, answer: web.StreamResponse) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.close()
+    return answer
 
 
 def _not_stored(id_: str) -> web.Response:
@@ -420,7 +434,7 @@ def fake_router(pools: list[placement_pb2.Pool]) -> FakeRouter:
 
 @asynccontextmanager
 async def peers(
-    folder: Path, engines: int, template: str = CHATML, engine: type[FakeEngine] = FakeEngine
+    folder: Path, engines: int, template: str = CHATML, engine: type[FakeEngine] = FakeEngine, max_model_len: int = 4096
 ) -> AsyncIterator[Peers]:
     """Run engines and a router that knows them. The files of their model are in `folder`/model."""
     tokenizer = load_tokenizer(make_tokenizer(folder / "model", template))
@@ -437,7 +451,7 @@ async def peers(
         served_names=["tiny-alias"],
         lora_names=["tiny-lora"],
         model_root=str(folder / "model"),
-        max_model_len=4096,
+        max_model_len=max_model_len,
         instances=refs,
     )
     router = fake_router([pool])
@@ -458,10 +472,14 @@ async def stack(
     ready: bool = True,
     template: str = CHATML,
     engine: type[FakeEngine] = FakeEngine,
+    max_model_len: int = 4096,
     **settings: Any,
 ) -> AsyncIterator[Stack]:
     """Run engines, router and gateway. Wait until the tokenizer is checked, unless `ready` is False."""
-    async with peers(folder, engines, template, engine) as up, gateway_before(up, **settings) as (gateway, url):
+    async with (
+        peers(folder, engines, template, engine, max_model_len) as up,
+        gateway_before(up, **settings) as (gateway, url),
+    ):
         if ready:
             await until_ready(gateway)
         yield Stack(up.router, up.engines, url, gateway)

@@ -29,7 +29,7 @@ from pointsman_gateway.core.request.continuation import Continuations
 from pointsman_gateway.core.request.prepare import set_keys
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import RequestTimeouts
-from pointsman_gateway.core.request.transfer_params import transfer_obstacle
+from pointsman_gateway.core.request.transfer_params import supports_inline_kv_transfer, transfer_obstacle
 from pointsman_gateway.core.session_ends import SessionEnds
 from pointsman_gateway.core.tenants import ANYONE
 from pointsman_gateway.core.tokens.token_cache import TokenCache
@@ -248,6 +248,7 @@ class GatewayNode:
             headers=Headers(),
             placement=placement,
             transfer_obstacle=obstacle,
+            inline_kv_transfer=supports_inline_kv_transfer(call),
             ids=None if several else array("I", tokens),
             exact_tokens=0 if several else len(tokens),
             upstream_headers={"X-Request-ID": request_id},

@@ -38,7 +38,7 @@ def prepared(headers: dict[str, str], body: dict[str, Any] | None = None, *, rea
     fields = Headers(headers.items())
     context = RequestContext("r", "r", call, state, "", ANYONE, fields, KeyCharge(), time.monotonic())
     preparer = RequestPreparer(TokenCache(1 << 20), agent_headers=read)
-    preparer.prepare(context, preparer.estimate(call), time.monotonic(), dry=False)
+    preparer.prepare(context, preparer.estimate(context), time.monotonic(), dry=False)
     return context
 
 

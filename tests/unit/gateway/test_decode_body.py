@@ -12,7 +12,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pointsman_gateway.core.api import ApiRequestError, ClientRules, Endpoint, decode_body, parse
-from pointsman_gateway.core.api.decode_body import decode_body as decoded
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text(max_size=12) | st.just('"\\'),
@@ -31,6 +30,10 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(decode_body, "MAX_STRINGS", 700)
         patch.setattr(decode_body, "_WINDOW_BYTES", 7)
         yield
+
+
+def decoded(raw: bytes) -> Any:
+    return decode_body.decode_body(raw).body
 
 
 def result_of(decode: Any, raw: bytes) -> object:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pointsman_gateway.core.api import decode_body
-from pointsman_gateway.core.api.decode_body import LIGHT_BYTES, LIGHT_ITEMS, LIGHT_OBJECTS, decode_light
+from pointsman_gateway.core.api.decode_body import LIGHT_BYTES, LIGHT_ITEMS, LIGHT_OBJECTS
 
 CODE = """
 // Returns the coordinates of all points, in the order of their distance.
@@ -24,6 +24,11 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
     max_leaves=30,
 )
+
+
+def decode_light(raw: bytes) -> Any:
+    decoded = decode_body.decode_light(raw)
+    return None if decoded is None else decoded.body
 
 
 def objects_and_items(value: Any) -> tuple[int, int]:

@@ -111,7 +111,7 @@ def test_any_bytes_are_a_call_or_an_error(endpoint: Endpoint, raw: bytes) -> Non
 
 
 @pytest.mark.parametrize(
-    "raw", [b"[" * 100_000, b'{"a":' * 5000 + b"1" + b"}" * 5000, b'{"model": "\xff"}', b"\xef\xbb\xbf{}"]
+    "raw", [b"[" * 4_000, b'{"a":' * 2000 + b"1" + b"}" * 2000, b'{"model": "\xff"}', b"\xef\xbb\xbf{}"]
 )
 def test_hostile_bytes_are_malformed(raw: bytes) -> None:
     with pytest.raises(ApiRequestError) as refused:
@@ -234,7 +234,8 @@ def test_an_error_event_is_one_sse_event() -> None:
     event = error_event("gone")
     assert event.startswith(b"data: ")
     assert event.endswith(b"\n\n")
-    assert json.loads(event[6:])["error"]["message"] == "gone"
+    # As vLLM's own events: some clients (cline) ask again only by a number in `code`.
+    assert json.loads(event[6:])["error"] == {"message": "gone", "type": "server_error", "param": None, "code": 502}
 
 
 def test_an_estimate_counts_text_and_no_media() -> None:
@@ -311,8 +312,9 @@ def test_the_code_of_an_engines_error_is_a_text() -> None:
     error: dict[str, Any] = {"message": "no", "type": "BadRequestError", "param": None, "code": 400}
     told = json.loads(redact_error(ErrorFormat.OPENAI, 400, json.dumps({"error": error}).encode()))
     assert told == {"error": error | {"code": "400"}}
+    # In an event it stays a number: cline asks again only by one.
     event = redact_error_event(ErrorFormat.OPENAI, b"data: " + json.dumps({"error": error}).encode())
-    assert json.loads(event.removeprefix(b"data: ")) == told
+    assert json.loads(event.removeprefix(b"data: ")) == {"error": error}
     for code in ("null", "true", "1.5", "[]"):
         body = json.dumps({"error": error | {"code": json.loads(code)}}).encode()
         assert json.loads(redact_error(ErrorFormat.OPENAI, 400, body))["error"]["code"] is None

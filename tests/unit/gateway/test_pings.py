@@ -259,6 +259,7 @@ def test_a_code_of_an_engine_that_is_a_number_is_told_by_its_type() -> None:
     body = b'{"error":{"message":"no","type":"BadRequestError","param":null,"code":400}}'
     told = redact_error(ErrorFormat.RESPONSES, 400, body)
     assert b'"code":"BadRequestError"' in as_event(Response(400, told), ErrorFormat.RESPONSES)
+    assert b'"code":400}' in as_event(Response(400, told), ErrorFormat.OPENAI)
 
 
 class Streams(RuleBasedStateMachine):

@@ -61,10 +61,10 @@ def call_with(arguments: Any) -> list[dict[str, Any]]:
     return [{"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": function}]}]
 
 
-@pytest.mark.parametrize("copies", [1, 5, 40])
+@pytest.mark.parametrize("copies", [1, 5, 10])
 @pytest.mark.parametrize(
     "fields",
-    [{"tools": tools(nested(600), 1)}, {"response_format": nested(600)}, {"unknown": nested(600)}, {"unknown": "long"}],
+    [{"tools": tools(nested(150), 1)}, {"response_format": nested(150)}, {"unknown": nested(150)}, {"unknown": "long"}],
     ids=["tools", "response_format", "unknown", "in a long body"],
 )
 def test_a_body_that_is_nested_too_deeply_is_refused(fields: dict[str, Any], copies: int) -> None:
@@ -82,8 +82,10 @@ def test_a_body_that_is_nested_too_deeply_is_refused(fields: dict[str, Any], cop
 def test_the_depth_is_counted_exactly(padding: int) -> None:
     text = {"text": "[" * 1_000 + "a" * padding}
     most, more = ({**text, "x": nested(depth)} for depth in (MAX_DEPTH - 1, MAX_DEPTH))
-    assert decode_body.decode_body(json.dumps(most).encode()) == most
-    assert decode_light(json.dumps(most).encode()) == most
+    assert decode_body.decode_body(json.dumps(most).encode()).body == most
+    light = decode_light(json.dumps(most).encode())
+    assert light is not None
+    assert light.body == most
     assert decode_light(json.dumps(more).encode()) is None
     with pytest.raises(ApiRequestError):
         decode_body.decode_body(json.dumps(more).encode())
@@ -125,14 +127,28 @@ def test_a_prompt_ends_where_it_is_too_long(source: str, body: dict[str, Any]) -
 @pytest.mark.parametrize("count", [100, 2_000])
 def test_a_quadratic_template_leaves_the_event_loop(count: int) -> None:
     body, few = {"messages": ASK * count}, count * count < 2 * LIGHT_STEPS
-    asked = light_limits(0, len(json.dumps(body)))
-    assert template(QUADRATIC).read(body, thread_limits(0, 0)).text == "a" * count
+    asked = light_limits(0, len(json.dumps(body)), 0)
+    assert template(QUADRATIC).read(body, thread_limits(0, 0, 0)).text == "a" * count
     if few:
         assert template(QUADRATIC).read(body, asked).text == "a" * count
         return
     with pytest.raises(OverBudget) as over:
         template(QUADRATIC).read(body, asked)
     assert over.value.characters == 0  # it is not too long
+
+
+@pytest.mark.parametrize("count", [1_000, 20_000])
+def test_many_indented_values_leave_the_event_loop(count: int) -> None:
+    """By their number, since each takes its time, and not by the length of their text."""
+    body = {"messages": ASK, "tools": tools([0] * count, 1)}
+    size = len(json.dumps(body))
+    if count < LIGHT_STEPS:
+        assert template(INDENTED).read(body, light_limits(0, size, 0)).text
+        return
+    with pytest.raises(OverBudget) as over:
+        template(INDENTED).read(body, light_limits(0, size, 0))
+    assert over.value.characters == 0
+    assert template(INDENTED).read(body, thread_limits(0, size, 0)).text
 
 
 # As Qwen 3's template, which asks at each message for the number of all, and drops what was thought before.
@@ -142,21 +158,25 @@ BACKWARDS = """{% for m in messages[::-1] %}{% set at = (messages|length - 1) - 
 
 def test_the_length_of_a_list_costs_nothing() -> None:
     body = {"messages": ASK * 3_000}
-    assert template(BACKWARDS).read(body, light_limits(0, len(json.dumps(body)))).text
+    assert template(BACKWARDS).read(body, light_limits(0, len(json.dumps(body)), 0)).text
 
 
 def test_a_text_that_the_template_drops_does_not_make_a_prompt_too_long() -> None:
     body = {"messages": [{"role": "assistant", "content": "a" * 5_000 + "</think>b"}]}
-    assert template(BACKWARDS).read(body, thread_limits(4_096, 6_000)).text.endswith("b")
+    assert template(BACKWARDS).read(body, thread_limits(4_096, 6_000, 0)).text.endswith("b")
     with pytest.raises(OverBudget) as over:
-        template("{{ messages[0].content }}").read(body, thread_limits(4_096, 6_000))
+        template("{{ messages[0].content }}").read(body, thread_limits(4_096, 6_000, 0))
     assert over.value.characters > 4_096
 
 
 def test_limits_are_those_of_the_context_and_of_the_body() -> None:
-    assert thread_limits(0, 0).text == thread_limits(1 << 40, 0).text == 1 << 25
-    assert thread_limits(4_096 * 16, 0).text == light_limits(4_096 * 16, 100_000).text == 4_096 * 16
-    assert light_limits(0, 1_000).text < light_limits(0, 100_000).text < light_limits(0, 1 << 20).text == LIGHT_TEXT
+    assert thread_limits(0, 0, 0).text == thread_limits(1 << 40, 0, 0).text == 1 << 25
+    assert thread_limits(4_096 * 16, 0, 0).text == light_limits(4_096 * 16, 100_000, 0).text == 4_096 * 16
+    assert light_limits(0, 1_000, 0).text == LIGHT_TEXT
+    small, dense, large = thread_limits(0, 1_000, 0), thread_limits(0, 1_000, 100_000), thread_limits(0, 100_000, 0)
+    assert 0 < dense.memory < small.memory < large.memory
+    assert light_limits(0, 1_000, 1_000).quick
+    assert not light_limits(0, 1_000, dense.memory + 150_000).quick
 
 
 @pytest.mark.parametrize(

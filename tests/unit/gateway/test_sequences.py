@@ -67,7 +67,12 @@ def test_the_sequences_are_the_answers_to_each_prompt(
             "n",
             "n must be at most 4096 for 4 prompts, got 5000.",
         ),
-        (Endpoint.COMPLETION, {"prompt": [[1]] * 100_000}, "prompt", "prompt list length 100000 exceeds the maximum"),
+        (
+            Endpoint.COMPLETION,
+            {"prompt": [[1] * 6] * 100_000},
+            "prompt",
+            "prompt list length 100000 exceeds the maximum",
+        ),
         (Endpoint.EMBEDDINGS, {"input": ["a"] * 16_385}, "input", "input list length 16385 exceeds the maximum"),
     ],
 )
@@ -96,7 +101,7 @@ def placed(tokenizer: ModelTokenizer | None, **fields: Any) -> tuple[placement_p
     state = PoolState(placement_pb2.Pool(model="m"))
     context = RequestContext("r", "r", call, state, "", ANYONE, Headers(), KeyCharge(), time.monotonic())
     preparer = RequestPreparer(TokenCache(1 << 20))
-    tokens = preparer.estimate(call) if tokenizer is None else preparer.tokens(context, tokenizer.prompt(call))
+    tokens = preparer.estimate(context) if tokenizer is None else preparer.tokens(context, tokenizer.prompt(call))
     preparer.prepare(context, tokens, time.monotonic(), dry=False)
     return context.placement, context.prompt_tokens
 

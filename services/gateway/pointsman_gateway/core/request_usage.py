@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 CLIENT_LEFT = 499  # status of a request without a response because the client disconnected
+OK = "ok"  # outcome of a request whose whole answer was sent
 
 
 @dataclass(slots=True)
@@ -44,4 +45,4 @@ class UsageLine(msgspec.Struct):
 
 def outcome_of(status: int) -> str:
     """Return the outcome of a request that was not placed, in the terms used for placed requests."""
-    return "ok" if status < 400 else "cancelled" if status == CLIENT_LEFT else "rejected" if status < 500 else "failed"
+    return OK if status < 400 else "cancelled" if status == CLIENT_LEFT else "rejected" if status < 500 else "failed"

@@ -27,6 +27,7 @@ from pointsman_common.io.settings import Tokens
 from pointsman_common.io.tls import TlsSettings
 from pointsman_gateway.core.api import (
     ROUTES,
+    ApiCall,
     ApiRequestError,
     ClientRules,
     ContextExceeded,
@@ -35,6 +36,7 @@ from pointsman_gateway.core.api import (
     error_format_of,
     with_request_id,
 )
+from pointsman_gateway.core.api.decode_body import Decoded, decode_light
 from pointsman_gateway.core.body_decoding import ACCEPTED, encoding_of
 from pointsman_gateway.core.cors import CorsPolicy
 from pointsman_gateway.core.http_message import Request, Response
@@ -48,7 +50,7 @@ from pointsman_gateway.core.request.placement_messages import target_of
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import RequestTimeouts
 from pointsman_gateway.core.request.sessions import bounded_id
-from pointsman_gateway.core.request_usage import CLIENT_LEFT, RequestUsage, UsageLine, outcome_of
+from pointsman_gateway.core.request_usage import CLIENT_LEFT, OK, RequestUsage, UsageLine, outcome_of
 from pointsman_gateway.core.stored_responses import not_stored
 from pointsman_gateway.core.streaming.pings import as_event, ping_in_silence
 from pointsman_gateway.core.tenant_pace import TenantPace
@@ -281,6 +283,8 @@ class Gateway:
             answer = _error(error, error_format)
             status = error.status
         except asyncio.CancelledError:
+            if request.usage.outcome == OK:
+                status = 200  # the client had the whole answer, and did not wait for the end of its body
             if request.writer.opened:
                 # The client has left, or the drain has ended.
                 _write_error(request, shutting_down(self, request.path))
@@ -506,6 +510,40 @@ class Gateway:
     async def _admitted(
         self, endpoint: Endpoint, request: Request, client: Client, key_charge: KeyCharge, received_at: float
     ) -> Response | None:
+        dry = request.headers.get("X-Pointsman-Dry-Run", "") == "1"
+        light = decode_light(request.body)
+        if light is not None:
+            read = await self._read(endpoint, request, client, key_charge, received_at, light, dry=dry)
+        else:
+            async with self._preparer.large_turn(client):
+                read = await self._read(endpoint, request, client, key_charge, received_at, None, dry=dry)
+        del light  # its values are released
+        if isinstance(read, ApiCall):
+            return await self._unplaced_proxy.forward(
+                read.model, endpoint.value, read.payload, endpoint.error_format, request.held_answer
+            )
+        key_charge.charge(read.prompt_tokens, received_at)
+        if isinstance(request, ExtProcRequest):
+            await _keep_within(request.proxy, read)
+        if dry:
+            return await self._explain(read)
+        request.usage.streamed = read.call.stream
+        _tell_limits(request, endpoint.error_format, key_charge.status)
+        return await RequestRunner(self._shared, read, request).run()
+
+    async def _read(
+        self,
+        endpoint: Endpoint,
+        request: Request,
+        client: Client,
+        key_charge: KeyCharge,
+        received_at: float,
+        light: Decoded | None,
+        *,
+        dry: bool,
+    ) -> RequestContext | ApiCall:
+        """Return the context of a request that is prepared; of one that is not placed the call. Neither has the body's values any
+        more. Raises ApiRequestError."""
         rules = ClientRules(
             self._aliases,
             self._settings.client_cache_salt,
@@ -513,7 +551,7 @@ class Gateway:
             client.tenant == DEFAULT_TENANT,
             self._settings.max_sequences,
         )
-        call = await self._preparer.parse(client, endpoint, request.body, rules, self.pools.context_of)
+        call = await self._preparer.parse(client, endpoint, request.body, rules, self.pools.context_of, light)
         request.body = b""
         for name in call.stripped:
             self.telemetry.stripped.labels(name).inc()
@@ -527,10 +565,8 @@ class Gateway:
         state, lora = found
         request.model = state.pool.model
         if not endpoint.is_placed:
-            return await self._unplaced_proxy.forward(
-                call.model, endpoint.value, call.payload, endpoint.error_format, request.held_answer
-            )
-        dry = request.headers.get("X-Pointsman-Dry-Run", "") == "1"
+            call.drop_values()
+            return call
         if dry and not self._settings.expose_placement:
             raise ApiRequestError(403, "Dry runs are disabled on this gateway.", code="dry_run_disabled")
         if dry:
@@ -558,14 +594,7 @@ class Gateway:
             continues,
         )
         await self._preparer.prepare(context, dry=dry)
-        key_charge.charge(context.prompt_tokens, received_at)
-        if isinstance(request, ExtProcRequest):
-            await _keep_within(request.proxy, context)
-        if dry:
-            return await self._explain(context)
-        request.usage.streamed = call.stream
-        _tell_limits(request, endpoint.error_format, key_charge.status)
-        return await RequestRunner(self._shared, context, request).run()
+        return context
 
     def _note_usage(self, request: Request, status: int) -> None:
         """Count one request of a tenant, whatever its outcome, and write its line to the usage file."""

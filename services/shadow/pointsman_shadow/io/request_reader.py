@@ -122,4 +122,4 @@ class RequestReader:
                 return self._preparer.tokens(context, prompt)
             except Unrenderable as reason:
                 log.debug("a request without keys", reason=str(reason))
-        return self._preparer.estimate(context.call)
+        return self._preparer.estimate(context)

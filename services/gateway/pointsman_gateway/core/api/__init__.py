@@ -7,14 +7,13 @@ from pointsman_gateway.core.api.errors import (
     ErrorFormat,
     begins_with_error,
     error_event,
-    named_code,
     redact_error,
     redact_error_event,
     reports_error,
     was_aborted,
     with_request_id,
 )
-from pointsman_gateway.core.api.parse import FORBIDDEN_FIELDS, FORBIDDEN_XARGS, estimated_tokens, parse
+from pointsman_gateway.core.api.parse import FORBIDDEN_FIELDS, FORBIDDEN_XARGS, chat_of, estimated_tokens, parse
 from pointsman_gateway.core.api.prompt_length import ContextExceeded
 
 __all__ = [
@@ -29,10 +28,10 @@ __all__ = [
     "Endpoint",
     "ErrorFormat",
     "begins_with_error",
+    "chat_of",
     "error_event",
     "error_format_of",
     "estimated_tokens",
-    "named_code",
     "parse",
     "redact_error",
     "redact_error_event",

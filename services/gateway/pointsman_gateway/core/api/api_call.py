@@ -90,7 +90,7 @@ class ApiCall:
 
     `payload` is the body for the engine: the client's own bytes, or a new encoding if fields were removed or replaced (`stripped`
     names the removed ones). Fields that the gateway sets are at its front. `chat` is the prompt as a chat completions body, None
-    if the API has none or it cannot be converted.
+    if the API has none or it cannot be converted. `body` and `chat` are there until the request is prepared (drop_values).
     """
 
     endpoint: Endpoint
@@ -110,6 +110,7 @@ class ApiCall:
     stripped: tuple[str, ...] = ()
     hide_usage: bool = False  # only the gateway requested the stream's usage: it is not forwarded
     light: bool = False  # whether decode_light() has decoded the body
+    decoded_bytes: int = 0  # at most so many bytes of memory do the body's values take
     continuable: bool = False  # whether another engine can go on with its answer (continuable.py)
     continuable_by_text: bool = False  # whether it can if it only knows the answer's text
     prompts: int = 1  # number of prompts, or of a pooling API's texts
@@ -120,9 +121,15 @@ class ApiCall:
         """Number of sequences that the engine runs."""
         return self.prompts * self.answers
 
+    def drop_values(self) -> None:
+        """Release the decoded body, whose values may take many times the memory of its bytes, while the request may be held for
+        minutes. Mutates."""
+        self.body, self.chat = {}, None
+
     def drop_prompt(self) -> None:
         """Release what only sending needs, since prompts are long and a stream may last for minutes after sending. Mutates."""
-        self.body, self.payload, self.chat = {}, b"", None
+        self.drop_values()
+        self.payload = b""
 
 
 def with_fields(payload: bytes, fields: Mapping[str, Any]) -> bytes:

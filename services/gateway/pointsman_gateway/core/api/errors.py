@@ -48,6 +48,9 @@ _REPORTED = "The engine reported an error."
 # Header of a 429 for the place, from 1, that the request had among the new sessions that waited.
 QUEUE_PLACE_HEADER = "X-Pointsman-Queue-Place"
 STREAM_FAILED = "The instance failed while it answered."
+# `code` of the event that ends a stream of chat or completions when its instance has failed. vLLM's own events have a status
+# there, and some clients (cline) ask again only by it: the answer's own status is 200.
+_FAILED_STATUS = 502
 
 
 class ApiRequestError(Exception):
@@ -102,8 +105,8 @@ def error_event(
     sequence_number: int | None = None,
     param: str | None = None,
 ) -> bytes:
-    """Return the SSE event that ends a failed stream. `sequence_number`: the event's number in a Responses stream.
-    `param`: as `code`, of these."""
+    """Return the SSE event that ends a failed stream. `sequence_number`: the event's number in a Responses stream. `code`,
+    `param`: of these."""
     if error_format is ErrorFormat.ANTHROPIC:
         return b"event: error\ndata: " + _anthropic(500, message) + b"\n\n"
     if error_format is ErrorFormat.RESPONSES:
@@ -115,7 +118,7 @@ def error_event(
             "sequence_number": sequence_number or 0,
         }
         return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
-    return b"data: " + _openai(message, "server_error", None, code) + b"\n\n"
+    return b"data: " + _openai(message, "server_error", None, _FAILED_STATUS) + b"\n\n"
 
 
 def redact_error(error_format: ErrorFormat, status: int, body: bytes) -> bytes:
@@ -134,7 +137,10 @@ def redact_error(error_format: ErrorFormat, status: int, body: bytes) -> bytes:
     safe = _safe(error, "The engine refused the request.")
     if error_format is ErrorFormat.ANTHROPIC:
         return _anthropic(status, in_anthropics_words(safe["message"]))
-    return msgspec.json.encode({"error": safe})
+    # vLLM's `code` is the status as a number. OpenAI's is a text or null, and typed clients read no other. In events of streams
+    # it stays a number: see _FAILED_STATUS.
+    code = safe["code"]
+    return msgspec.json.encode({"error": safe | {"code": str(code) if isinstance(code, int) else code}})
 
 
 def with_request_id(body: bytes, request_id: str | None) -> bytes:
@@ -198,7 +204,7 @@ def redact_error_event(error_format: ErrorFormat, event: bytes, sequence_number:
         return b"event: error\ndata: " + msgspec.json.encode({"type": "error", "error": error})
     if error_format is ErrorFormat.RESPONSES:
         number = found.get("sequence_number", sequence_number)
-        code = named_code(safe["code"])
+        code = safe["code"] if isinstance(safe["code"], str) else None
         return error_event(safe["message"], error_format, code, number if isinstance(number, int) else 0).rstrip()
     return b"data: " + msgspec.json.encode({"error": safe})
 
@@ -209,24 +215,15 @@ def _safe(error: Any, otherwise: str, fields: tuple[str, ...] = ("type", "param"
     found = error if isinstance(error, dict) else {"message": error}
     kept = {name: found.get(name) for name in fields}
     texts = {name: without_addresses(value) if isinstance(value, str) else value for name, value in kept.items()}
-    # vLLM's `code` is the status as a number. OpenAI's is a text or null, and typed clients read no other.
-    scalars = {name: _as_text(value) for name, value in texts.items()}
+    scalars = {
+        name: value if isinstance(value, str | int) and not isinstance(value, bool) else None
+        for name, value in texts.items()
+    }
     message = found.get("message")
     text = message.partition(_TRACE)[0].strip() if isinstance(message, str) else ""
     if "code" in scalars and says_too_long(text):
         scalars["code"] = CODE
     return {"message": without_addresses(text) or otherwise, **scalars}
-
-
-def named_code(code: str | None) -> str | None:
-    """Return an error's code if it is a name, and not an engine's status."""
-    return None if code is None or code.isdigit() else code
-
-
-def _as_text(value: Any) -> str | None:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    return value if isinstance(value, str) else None
 
 
 def _type_of(status: int) -> str:
@@ -243,7 +240,7 @@ def without_addresses(text: str) -> str:
     return _ADDRESS.sub("<address>", text)
 
 
-def _openai(message: str, type_: str, param: str | None, code: str | None) -> bytes:
+def _openai(message: str, type_: str, param: str | None, code: str | int | None) -> bytes:
     return msgspec.json.encode({"error": {"message": message, "type": type_, "param": param, "code": code}})
 
 

@@ -11,7 +11,7 @@ import msgspec
 from pointsman_gateway.core.api import anthropic_messages, embeddings_and_scores, openai_checks, openai_responses
 from pointsman_gateway.core.api.api_call import ApiCall, ClientRules, Endpoint, with_fields
 from pointsman_gateway.core.api.continuable import RECORD_FIELD, is_continuable, is_continuable_by_text
-from pointsman_gateway.core.api.decode_body import decode_body
+from pointsman_gateway.core.api.decode_body import Decoded, decode_body
 from pointsman_gateway.core.api.errors import ApiRequestError
 from pointsman_gateway.core.api.field_checks import check_model
 from pointsman_gateway.core.api.prompt_length import check_items
@@ -67,7 +67,7 @@ def parse(
     rules: ClientRules = ClientRules(),  # noqa: B008 (frozen)
     context_of: Callable[[str], int] = _unknown_context,
     *,
-    light_body: Any = None,
+    light_body: Decoded | None = None,
 ) -> ApiCall:
     """Parse and sanitise one body. `context_of`: returns the context of a model in tokens, by any of its names; 0: unknown.
     `light_body`: what decode_light() returned for `raw`. Mutates it. Raises ApiRequestError (400), and no other exception for any
@@ -105,9 +105,9 @@ def _half_of_a_pair(raw: bytes) -> re.Match[bytes] | None:
 
 
 def _parse(
-    endpoint: Endpoint, raw: bytes, rules: ClientRules, context_of: Callable[[str], int], light_body: Any
+    endpoint: Endpoint, raw: bytes, rules: ClientRules, context_of: Callable[[str], int], light_body: Decoded | None
 ) -> ApiCall:
-    body = decode_body(raw) if light_body is None else light_body
+    body, memory = light_body or decode_body(raw)
     if not isinstance(body, dict):
         raise ApiRequestError(400, "The request body must be a JSON object.", code="invalid_json")
     check_model(body)
@@ -132,6 +132,7 @@ def _parse(
     limit = next((body[name] for name in _LIMITS.get(endpoint, ("max_tokens",)) if body.get(name) is not None), None)
     return ApiCall(
         light=light_body is not None,
+        decoded_bytes=memory,
         endpoint=endpoint,
         model=model,
         requested_model=requested_model,
@@ -154,6 +155,11 @@ def _parse(
         prompts=prompts,
         answers=answers,
     )
+
+
+def chat_of(endpoint: Endpoint, payload: bytes) -> dict[str, Any]:
+    """Return the prompt of a parsed call's payload as a chat completions body. `endpoint`: of an API whose prompt is one."""
+    return _TO_CHAT[endpoint](decode_body(payload).body)
 
 
 def estimated_tokens(call: ApiCall) -> int:

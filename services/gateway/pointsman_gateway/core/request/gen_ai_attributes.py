@@ -36,15 +36,14 @@ _FIELDS = {
 _INT64 = 1 << 63
 
 
-def request_attributes(call: ApiCall, conversation: str) -> dict[str, Value]:
-    """Return the attributes of a request's parameters. `conversation`: the client's own session id, empty if it sent none."""
+def request_attributes(call: ApiCall) -> dict[str, Value]:
+    """Return the attributes of a request's parameters."""
     values: dict[str, Value | None] = {
         "gen_ai.operation.name": _OPERATIONS.get(call.endpoint, call.endpoint.name.lower()),
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": call.model,
         "gen_ai.request.stream": call.stream,
         "gen_ai.request.max_tokens": call.max_output_tokens or None,
-        "gen_ai.conversation.id": conversation,
     }
     values |= {f"gen_ai.request.{name}": _number(call.body, field) for name, field in _FIELDS.items()}
     return known_attributes(values)

@@ -21,7 +21,7 @@ from pointsman_gateway.core.request.agent_headers import SESSION_HEADER, AgentId
 from pointsman_gateway.core.request.gen_ai_attributes import request_attributes
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.sessions import Sessions, bounded_id
-from pointsman_gateway.core.request.transfer_params import transfer_obstacle
+from pointsman_gateway.core.request.transfer_params import supports_inline_kv_transfer, transfer_obstacle
 from pointsman_gateway.core.tenants import DEFAULT_TENANT
 from pointsman_gateway.core.tokens.model_tokenizer import Prompt
 from pointsman_gateway.core.tokens.token_cache import BlockKeys, TokenCache
@@ -62,7 +62,8 @@ class RequestPreparer:
         self._sessions = Sessions()
 
     def tokens(self, context: RequestContext, prompt: Prompt) -> Tokens:
-        """Return the tokens and block keys of a tokenised prompt. Raises ContextExceeded."""
+        """Return the tokens and block keys of a tokenised prompt. Raises ContextExceeded. Mutates `context`: its call's values
+        are read for the last time."""
         call, pool = context.call, context.state.pool
         check_tokens(call.endpoint, max(prompt.lengths), pool.max_model_len)
         check_output(call.endpoint, call.max_output_tokens, pool.max_model_len, sum(prompt.lengths))
@@ -70,11 +71,14 @@ class RequestPreparer:
         if call.reads_prefix_cache:
             keys = self._token_cache.keys(prompt.ids, pool.model, context.lora, call.cache_salt)
         count = max(estimated_tokens(call), len(prompt.ids)) if prompt.media else sum(prompt.lengths)
+        _read(context)
         return Tokens(prompt, keys, count, _computed(call, count, prompt.common))
 
-    def estimate(self, call: ApiCall) -> Tokens:
-        """Return estimated tokens for a prompt whose tokens only the engine can compute."""
+    def estimate(self, context: RequestContext) -> Tokens:
+        """Return estimated tokens for a prompt whose tokens only the engine can compute. Mutates as tokens() does."""
+        call = context.call
         count = estimated_tokens(call)
+        _read(context)
         return Tokens(None, array("Q"), count, _computed(call, count, 0))
 
     def prepare(self, context: RequestContext, tokens: Tokens, now: float, *, dry: bool) -> None:
@@ -93,8 +97,9 @@ class RequestPreparer:
         else:
             session = self._sessions.resolve(tenant, chain, hint=hint, fresh=f"s-{request_id}")
         if context.trace is not None:
-            asked = request_attributes(call, bounded_id(hint) if hint else "") if context.trace.sampled else {}
-            context.trace.prepared(request_id, asked, now)
+            if context.trace.sampled and hint:
+                context.asked["gen_ai.conversation.id"] = bounded_id(hint)
+            context.trace.prepared(request_id, context.asked, now)
         traceparent = headers.get("traceparent")
         placement = context.placement = placement_pb2.PlacementRequest(
             request_id=request_id,
@@ -110,7 +115,7 @@ class RequestPreparer:
             traceparent=traceparent if len(traceparent) <= MAX_TRACEPARENT else "",
             priority=client.priority,
             weight=client.weight,
-            continues_session=bool(call.previous_response_id) or _answers_model(call),
+            continues_session=bool(call.previous_response_id) or context.answers_model,
             parkable=True,
         )
         context.prompt_tokens = tokens.count
@@ -141,12 +146,22 @@ class RequestPreparer:
         context.exact_tokens = 0 if ids is None or (prompt is not None and prompt.media) else len(ids)
         placement.sliceable_tokens = 0 if ids is None else len(ids)
         steady = prompt is not None and prompt.steady
-        context.transfer_obstacle = transfer_obstacle(call) or (
-            "" if steady else "another instance may see other tokens"
-        )
+        if not context.transfer_obstacle and not steady:
+            context.transfer_obstacle = "another instance may see other tokens"
         placement.single_instance = bool(context.transfer_obstacle)
         ends = ends_session(headers) if SESSION_END_HEADER in headers else told.final
         context.ends_session = bool(session) and ends
+
+
+def _read(context: RequestContext) -> None:
+    """Note in `context` what is needed of its call's values, and release them. Mutates. It takes some 10 ms to release many."""
+    call = context.call
+    context.transfer_obstacle = transfer_obstacle(call)
+    context.inline_kv_transfer = supports_inline_kv_transfer(call)
+    context.answers_model = _answers_model(call)
+    if context.trace is not None and context.trace.sampled:
+        context.asked = request_attributes(call)
+    call.drop_values()
 
 
 def _computed(call: ApiCall, count: int, common: int) -> int:

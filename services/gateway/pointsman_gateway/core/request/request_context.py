@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity, Use, compatible, merged
+from pointsman_common.core.tracing import Value
 from pointsman_gateway.core.api import ApiCall, Endpoint, with_fields
 from pointsman_gateway.core.http_message import Headers
 from pointsman_gateway.core.pool_state import PoolState
@@ -38,6 +39,9 @@ class RequestContext:
     placement: placement_pb2.PlacementRequest = field(default_factory=placement_pb2.PlacementRequest)
     prompt_tokens: int = 0  # of all prompts, as the engine's usage counts them
     transfer_obstacle: str = ""  # why prefill and answer must be on one instance; empty if they need not be
+    inline_kv_transfer: bool = False  # whether the client's own request can carry KV transfer parameters
+    answers_model: bool = False  # whether the prompt has a tool's result after the model's last message
+    asked: dict[str, Value] = field(default_factory=dict)  # attributes of the request's span
     ids: TokenIds | None = None  # of the prompt, up to its first media part; None if only estimated
     exact_tokens: int = 0  # tokens of the whole prompt; 0 if only estimated
     upstream_headers: dict[str, str] = field(default_factory=dict)  # fields that engines get

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from pointsman_gateway.core.api import ApiCall, Endpoint, with_fields
+from pointsman_gateway.core.api import ApiCall, Endpoint, chat_of, with_fields
 
 MOONCAKE, NIXL = "MOONCAKE", "NIXL"
 # Name in kv_transfer_params by which an engine with the connector package's cache policy knows the last request of a session
@@ -80,7 +80,7 @@ class KvTransferParams:
 
 def transfer_obstacle(call: ApiCall) -> str:
     """Return why another instance cannot prefill the call's prompt; empty if it can."""
-    if _prompt(call) is None:
+    if not _has_body(call) and (call.chat is None or call.previous_response_id):
         return "a prompt that only its own API can render"
     if call.body.get("prompt_embeds") is not None:
         return "prompt embeddings"
@@ -104,11 +104,14 @@ def supports_inline_kv_transfer(call: ApiCall) -> bool:
 
 
 def prefill_request(call: ApiCall, params: Mapping[str, Any]) -> tuple[str, bytes]:
-    """Return path and body of a request that computes the KV of the call's prompt: one output token, not streamed."""
-    prompt = _prompt(call)
-    assert prompt is not None, "transfer_obstacle() comes first"
-    endpoint, said = prompt
-    body = {name: value for name, value in said.items() if name not in _ANSWER_ONLY + _MAYBE_IN_PROMPT}
+    """Return path and body of a request that computes the KV of the call's prompt: one output token, not streamed. The call has
+    no transfer_obstacle(). It may have dropped its values, so the prompt is that of its payload."""
+    said: Mapping[str, Any]
+    if _has_body(call):
+        endpoint, said = call.endpoint, msgspec.json.decode(call.payload, type=dict[str, msgspec.Raw])
+    else:
+        endpoint, said = Endpoint.CHAT, chat_of(call.endpoint, call.payload)
+    body: dict[str, Any] = {name: value for name, value in said.items() if name not in _ANSWER_ONLY + _MAYBE_IN_PROMPT}
     limit = "max_completion_tokens" if endpoint is Endpoint.CHAT else "max_tokens"
     # ignore_eos: a first token that ends the answer would end P's request without KV to send.
     body |= {"model": call.model, "stream": False, limit: 1, "n": 1, "ignore_eos": True}
@@ -185,11 +188,9 @@ def earlier_slices_evicted(answer: bytes, prefilled_before: int) -> bool:
     return details is not None and (details.cached_tokens or 0) + SLACK_TOKENS < prefilled_before
 
 
-def _prompt(call: ApiCall) -> tuple[Endpoint, Mapping[str, Any]] | None:
-    """Return the endpoint and body that engines render to the call's prompt; None if only the call's own API can render it."""
-    if call.endpoint in (Endpoint.CHAT, Endpoint.COMPLETION):
-        return call.endpoint, call.body
-    return None if call.chat is None or call.previous_response_id else (Endpoint.CHAT, call.chat)
+def _has_body(call: ApiCall) -> bool:
+    """Return whether engines render the call's own body, and not the chat that it is converted to."""
+    return call.endpoint in (Endpoint.CHAT, Endpoint.COMPLETION)
 
 
 class _Choice(msgspec.Struct):

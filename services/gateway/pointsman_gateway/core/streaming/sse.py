@@ -6,6 +6,7 @@ The filter cuts the stream only between events, removes usage that only the gate
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import msgspec
 
@@ -27,6 +28,9 @@ from pointsman_gateway.core.streaming.usage_and_end import StreamEnd
 MAX_HELD_BYTES = 64 << 10
 # Maximum size of held events that one comment tells of, bytes. Longer ones are sent, and the answer is no longer continued.
 MAX_TOLD_BYTES = 8 << 20
+# Size of a token's id in a record, and by which the memory for a record grows, bytes.
+RECORD_TOKEN_BYTES = 6
+RECORD_STEP = RECORD_TOKEN_BYTES * 8_192
 _ENDS = (b"\n\n", b"\r\n\r\n")
 EVENT_END = re.compile(rb"(\r?\n\r?\n)")
 _COMMENT = ord(":")
@@ -42,7 +46,8 @@ class SseFilter:
     stream, from which its end and usage are read.
 
     With `tells` the instance may tell the token ids of its events in comments (id_comments.py), which are not sent. They are
-    collected in `record` if another instance can go on with the answer, else it is None. If the instance does not tell, the
+    collected in `record` if another instance can go on with the answer, else it is None. Beyond `record_limit` bytes it asks
+    `more` for memory for RECORD_STEP bytes, and is None if there is none. If the instance does not tell, the
     events themselves may be collected in `texts`, from their "choices" on, up to `texts_limit` bytes. While another instance can
     go on, an error of this one is not sent either: the stream is cut before it.
     """
@@ -57,7 +62,9 @@ class SseFilter:
         "_tail",
         "count",
         "mid_event",
+        "more",
         "record",
+        "record_limit",
         "tells",
         "texts",
         "texts_limit",
@@ -66,6 +73,8 @@ class SseFilter:
     def __init__(self, endpoint: Endpoint, *, hide_usage: bool = False, tells: bool = False) -> None:
         self.tells = tells
         self.record: bytearray | None = None
+        self.record_limit = RECORD_STEP
+        self.more: Callable[[int], bool] = bool
         self.texts: bytearray | None = None
         self.texts_limit = 0
         self._cut = False  # nothing more is sent of this instance's answer
@@ -109,6 +118,8 @@ class SseFilter:
                     return b""
                 if self.record is not None:
                     self.record += chunk[at : end - 2].partition(b"x")[0]
+                    if len(self.record) > self.record_limit:
+                        self._grow()
                 events = chunk[end:]
                 chunk = b"%x\r\n%b" % (len(events) - 2, events)
             elif (texts := self.texts) is not None:
@@ -163,6 +174,14 @@ class SseFilter:
             held, self.mid_event = self._let_out(held, self.mid_event), True
         return held
 
+    def _grow(self) -> None:
+        """Ask for memory for the record, which has grown beyond its limit. Mutates."""
+        while self.record is not None and len(self.record) > self.record_limit:
+            if self.more(RECORD_STEP):
+                self.record_limit += RECORD_STEP
+            else:
+                self.record = None
+
     def _add_text(self, events: bytes) -> None:
         """Collect whole events; all are dropped if they are too many, or if an event is sent in parts. Mutates."""
         assert self.texts is not None
@@ -201,6 +220,8 @@ class SseFilter:
         if self.tells:
             if self.record is not None:
                 self.record += ids_in(piece)
+                if len(self.record) > self.record_limit:
+                    self._grow()
             piece = without_comments(piece)
             if self.texts is not None:
                 self._add_text(piece)

@@ -22,11 +22,21 @@ import jinja2.parser
 import jinja2.runtime
 import msgspec
 
-from pointsman_gateway.core.api.decode_body import MAX_DEPTH, check_depth, too_deep
+from pointsman_gateway.core.api.decode_body import (
+    COMMA_BYTES,
+    LIST_BYTES,
+    MAX_DEPTH,
+    OBJECT_BYTES,
+    STRING_BYTES,
+    check_depth,
+    memory_of_json,
+    too_deep,
+)
 from pointsman_gateway.core.tokens.render_budget import (
     MeteredEnvironment,
     RenderLimits,
     Unrenderable,
+    hold,
     metered,
     whole_text,
 )
@@ -54,6 +64,8 @@ _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # seconds, so that a format which shows only minutes or only seconds changes too.
 RENDERED_APART = timedelta(seconds=617.3)
 _LIMITS = RenderLimits()
+# Bytes of memory from which it is counted without what is in the strings of arguments.
+_LARGE_ARGUMENTS = 1 << 16
 Message = dict[str, Any]
 
 
@@ -137,7 +149,6 @@ class ChatTemplate:
         add_generation = body.get("add_generation_prompt") is not False
         if continue_final and add_generation:
             raise Unrenderable("continue_final_message needs add_generation_prompt false")
-        messages = self._conversation(body["messages"], mark)
         asked = body.get("chat_template_kwargs") or {}
         if _RESERVED_KWARGS & asked.keys():
             raise Unrenderable("chat_template_kwargs with a reserved name")
@@ -148,15 +159,16 @@ class ChatTemplate:
             if "enable_thinking" not in asked:
                 kwargs["enable_thinking"] = effort != "none"
         kwargs = {**self._special_tokens, **kwargs}
-        kwargs |= {"tools": _tools(body.get("tools")), "documents": body.get("documents")}
-        final = _open_final_message(messages, self._source) if continue_final else None
         asked_clock: set[str] = set()
 
         def strftime_now(form: str) -> str:
             asked_clock.add(form)
             return self._clock().strftime(form)
 
-        try:
+        with metered(limits) as meter:
+            messages = self._conversation(body["messages"], mark)
+            final = _open_final_message(messages, self._source) if continue_final else None
+            kwargs |= {"tools": _tools(body.get("tools")), "documents": body.get("documents")}
             # As Template.render(), without the chain of dictionaries that it copies each time.
             names = {
                 **self._globals,
@@ -165,14 +177,14 @@ class ChatTemplate:
                 **kwargs,
                 "add_generation_prompt": add_generation,
             }
-            with metered(limits) as meter:
+            try:
                 text = whole_text(
                     self._template.root_render_func(self._template.new_context(names, shared=True)), meter
                 )
-        except Unrenderable:
-            raise
-        except Exception as error:  # a template may raise any exception on a client's content
-            raise Unrenderable(f"the chat template failed: {type(error).__name__}") from error
+            except Unrenderable:
+                raise
+            except Exception as error:  # a template may raise any exception on a client's content
+                raise Unrenderable(f"the chat template failed: {type(error).__name__}") from error
         steady = not asked_clock or self._steady(asked_clock)
         return text if final is None else _cut_at_tag(text, final), steady
 
@@ -183,6 +195,8 @@ class ChatTemplate:
         return all(earlier.strftime(form) == now.strftime(form) == later.strftime(form) for form in forms)
 
     def _conversation(self, messages: list[Message], mark: str) -> list[Message]:
+        if self.parts_as_dicts:
+            hold(len(messages) * (2 * OBJECT_BYTES + LIST_BYTES))
         done = [_normalise(message, self.parts_as_dicts, mark) for message in messages]
         if any(message["role"] == "developer" for message in done) and not (
             '"developer"' in self._source or "'developer'" in self._source
@@ -196,10 +210,13 @@ def _normalise(message: Message, parts_as_dicts: bool, mark: str) -> Message:
     is not empty, that text replaces the message's media."""
     role, content = message["role"], message.get("content")
     if isinstance(content, str) and role in ("user", "assistant") and len(message) == 2:
+        if not parts_as_dicts and next(iter(message)) == "role":
+            return message
         return {"role": role, "content": [{"type": "text", "text": content}] if parts_as_dicts else content}
     parts = [] if content is None else [content] if isinstance(content, str) else content
     if role == "system":
         parts = _without_billing(parts)
+    hold((2 + parts_as_dicts * len(parts)) * OBJECT_BYTES)
     out: Message = {"role": role}
     if role in ("tool", "system", "developer") and any(_media([message])):
         raise Unrenderable("media in a message that the engine flattens")
@@ -265,8 +282,8 @@ def _part(part: str | dict[str, Any], as_dict: bool, mark: str) -> Any:
         return None
     if not isinstance(text, str):
         raise Unrenderable("a text part without text")
-    if not as_dict:
-        return text
+    if not as_dict or (kind == "text" and len(part) == 2 and next(iter(part)) == "type"):
+        return part if as_dict else text
     return {"type": "text", "text": text} | {name: part[name] for name in part if name not in _PART_FIELDS}
 
 
@@ -300,18 +317,23 @@ def _tool_calls(calls: object) -> Message:
             "name": function.get("name"),
         }
         done.append(known | {name: call[name] for name in ("type",) if name in call})
+        hold(2 * OBJECT_BYTES)
     return {"tool_calls": done} if done else {}
 
 
 def _loaded(arguments: str) -> Any:
     """Return decoded arguments of a tool call; {} if they are no JSON. Raises ApiRequestError if they are nested too deeply."""
+    objects, lists = arguments.count("{"), arguments.count("[")
+    memory = objects * OBJECT_BYTES + lists * LIST_BYTES
+    memory += arguments.count('"') * STRING_BYTES // 2 + arguments.count(",") * COMMA_BYTES
+    hold(memory if memory < _LARGE_ARGUMENTS else memory_of_json(arguments, memory))
     try:
         loaded = json.loads(arguments)
     except ValueError:
         return {}
     except RecursionError:
         raise too_deep("arguments of a tool call are") from None
-    if arguments.count("{") + arguments.count("[") > MAX_DEPTH:
+    if objects + lists > MAX_DEPTH:
         check_depth(loaded, "arguments of a tool call are")
     return loaded
 
@@ -321,7 +343,9 @@ def _tools(tools: object) -> list[dict[str, Any]] | None:
     if tools is None:
         return None
     done: list[dict[str, Any]] = []
-    for tool in tools if isinstance(tools, list) else []:
+    given = tools if isinstance(tools, list) else []
+    hold(3 * len(given) * OBJECT_BYTES)
+    for tool in given:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict):
             raise Unrenderable("a tool that is no function")
@@ -357,17 +381,17 @@ def _merge_system(messages: list[Message]) -> list[Message]:
 
 def _open_final_message(messages: list[Message], source: str) -> str:
     """Append a tag to the last message's text; return the original text. Mutates `messages`."""
-    last = messages[-1]
+    last = messages[-1] = dict(messages[-1])
     content = last["content"]
     if "content" not in source:
         raise Unrenderable("the template shows no content to continue")
     if isinstance(content, str):
         last["content"] = content + _TAG
         return content
-    for part in reversed(content):
-        if "text" in part:
-            text = str(part["text"])
-            part["text"] = text + _TAG
+    for at in reversed(range(len(content))):
+        if "text" in content[at]:
+            text = str(content[at]["text"])
+            last["content"] = [*content[:at], content[at] | {"text": text + _TAG}, *content[at + 1 :]]
             return text
     raise Unrenderable("no text to continue")
 

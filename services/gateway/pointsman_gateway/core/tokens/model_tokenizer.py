@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from array import array
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -35,13 +36,15 @@ log = structlog.get_logger()
 # many characters blocks the event loop for about 1 ms, and joining that many known pieces for about 0.5 ms.
 _INLINE_CHARS = 4 << 10
 _INLINE_PIECES = 4 << 10
-# Maximum number of characters of a piece. Encoding one takes some 120 bytes of memory for each character, so a piece of more than
-# LARGE_PIECE_CHARS is encoded alone.
+# Maximum number of characters of a piece. Encoding one takes 120 to 240 bytes of memory for each character, so a piece of more
+# than LARGE_PIECE_CHARS is encoded alone.
 _MAX_PIECE_CHARS = 8 << 20
-LARGE_PIECE_CHARS = 1 << 20
+LARGE_PIECE_CHARS = 1 << 18
 # Number of characters that are tokenised before the tokens are counted. A prompt that is too long is not tokenised further. The
-# library's results are read, and freed, with the interpreter lock: for so many characters that takes some 10 ms.
-_BATCH_CHARS = 1 << 18
+# library's results are read, and freed, with the interpreter lock: for so many characters that takes some 3 ms.
+_BATCH_CHARS = 1 << 16
+# Memory of a token's id while a prompt is tokenised: it is in a piece's ids and in the prompt's.
+_TOKEN_BYTES = 8
 _NONE: TokenIds = array("I")
 _LIMITS = RenderLimits()
 
@@ -81,15 +84,16 @@ class PendingPrompt:
         tokenizer: ModelTokenizer,
         prompts: Sequence[_Text | TokenIds],
         most_tokens: int,
+        room: int = sys.maxsize,
         *,
         media: bytes = b"",
         steady: bool = True,
     ) -> None:
-        """`most_tokens`: number of tokens beyond which tokenising may stop; 0: no limit. Raises Unrenderable if a piece is too
-        long to be encoded."""
+        """`most_tokens`: number of tokens beyond which tokenising may stop; 0: no limit. `room`: number for which there is
+        memory. Raises Unrenderable if a piece is too long to be encoded."""
         self._tokenizer = tokenizer
         self._prompts = prompts
-        self._most_tokens = most_tokens
+        self._most_tokens, self._room = most_tokens, room
         self._media = media
         self._steady = steady
         texts = [prompt for prompt in prompts if isinstance(prompt, _Text)]
@@ -110,8 +114,11 @@ class PendingPrompt:
         """Return the tokenised prompt. Raises Unrenderable. May run in any thread, and releases the interpreter lock for long
         texts."""
         every: list[TokenIds] = []
+        most = min(self._most_tokens or self._room, self._room)
         for prompt in self._prompts:
-            every.append(self._tokenizer.tokens(prompt, self._most_tokens) if isinstance(prompt, _Text) else prompt)
+            every.append(self._tokenizer.tokens(prompt, most) if isinstance(prompt, _Text) else prompt)
+            if self._room < len(every[-1]) <= (self._most_tokens or sys.maxsize):
+                raise Unrenderable("more tokens than there is memory for")
             if self._most_tokens and len(every[-1]) > self._most_tokens:
                 break
         common = _common(every) if len(every) > 1 else 0
@@ -159,7 +166,7 @@ class ModelTokenizer:
         if call.chat is not None:
             chat = self._anthropic(call.chat) if call.endpoint is Endpoint.MESSAGES else call.chat
             most = context * self._max_token_chars
-            limits = (light_limits if light else thread_limits)(most, len(call.payload))
+            limits = (light_limits if light else thread_limits)(most, len(call.payload), call.decoded_bytes)
             try:
                 rendered = self._rendered(chat, limits)
             except OverBudget as over:
@@ -168,7 +175,8 @@ class ModelTokenizer:
             special = chat.get("add_special_tokens") is True
             read = self._head if rendered.media else self._whole
             text = read(rendered, add_special_tokens=special)
-            return PendingPrompt(self, [text], context, media=rendered.media, steady=rendered.steady)
+            room = max(limits.memory - len(rendered.text), 0) // _TOKEN_BYTES
+            return PendingPrompt(self, [text], context, room, media=rendered.media, steady=rendered.steady)
         add = call.body.get("add_special_tokens") is not False
         given = call.body["prompt"]
         if isinstance(given, str) or isinstance(given[0], int):

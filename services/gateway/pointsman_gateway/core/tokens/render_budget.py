@@ -26,18 +26,21 @@ import jinja2.nodes
 import jinja2.runtime
 import jinja2.sandbox
 
+from pointsman_gateway.core.api.decode_body import memory_left
+
 # Limits of a rendering in a thread. Characters of a prompt, whatever the context: more than a body of the default maximum has.
 # A template that loops ten times over as many objects as a body may have takes 1.3 million steps.
 MAX_TEXT, MAX_STEPS = 1 << 25, 1 << 22
 # Limits of a rendering on the event loop, where it takes at most some 10 ms.
 LIGHT_TEXT, LIGHT_MADE, LIGHT_STEPS = 1 << 20, 1 << 23, 1 << 14
-# A prompt rendered on the event loop may have so many characters whatever its body, and so many more for each byte of it. So many
-# prompts that wait for a thread take not much more memory than their bodies.
-_LIGHT_FREE, _LIGHT_RATIO = 1 << 17, 4
 # A text may pass through so many copies (concatenations, macros, filters) on its way to the prompt, on average.
 _COPIES = 16
 # Items of a list that are copied or compared in the time of one iteration.
 _ITEMS_A_STEP = 16
+# Parts of a prompt that are kept apart: each takes some 60 bytes beside its characters.
+_PARTS = 256
+# Size of a text's object that is not ASCII, bytes.
+_WIDE_TEXT_BYTES = 72
 _TEXT = frozenset({str})
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 # Filters that take the same time for any text or list, and make none. Qwen's templates ask for the length of the list of messages
@@ -59,38 +62,47 @@ class OverBudget(Unrenderable):
         self.characters = characters
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen ones take 2 us longer to make
 class RenderLimits:
     """`text`: characters of the prompt. `part`: of each text on the way to it, if that is more: a template may drop a text that
-    is a part of the body. `made`: characters of all texts together. `steps`: iterations, calls, and items of lists that are
-    copied. `light`: on the event loop."""
+    is a part of the body. `memory`: bytes that the prompt, a text on the way to it, and what the body is converted to may take.
+    `made`: characters of all texts together. `steps`: iterations, calls, and items of lists that are copied. `light`: on the
+    event loop. `quick`: there is memory for another copy of the body's values."""
 
     text: int = MAX_TEXT
     part: int = 0
+    memory: int = sys.maxsize
     made: int = MAX_TEXT * _COPIES
     steps: int = MAX_STEPS
     light: bool = False
+    quick: bool = False
 
 
-def thread_limits(most: int, body_bytes: int) -> RenderLimits:
-    """Return the limits in a thread for a prompt of at most `most` characters (0: unknown) from a body of so many bytes."""
-    return RenderLimits(text=min(most or MAX_TEXT, MAX_TEXT), part=min(body_bytes, MAX_TEXT))
+def thread_limits(most: int, body_bytes: int, decoded_bytes: int) -> RenderLimits:
+    """Return the limits in a thread for a prompt of at most `most` characters (0: unknown) from a body of so many bytes, whose
+    values take `decoded_bytes` of memory."""
+    memory = memory_left(body_bytes, decoded_bytes)
+    return RenderLimits(min(most or MAX_TEXT, MAX_TEXT), min(body_bytes, MAX_TEXT), memory)
 
 
-def light_limits(most: int, body_bytes: int) -> RenderLimits:
-    """Return the limits on the event loop for a prompt of at most `most` characters (0: unknown) from a body of so many bytes."""
-    text = min(most or MAX_TEXT, LIGHT_TEXT, _LIGHT_FREE + _LIGHT_RATIO * body_bytes)
-    return RenderLimits(text, min(body_bytes, LIGHT_TEXT), LIGHT_MADE, LIGHT_STEPS, light=True)
+def light_limits(most: int, body_bytes: int, decoded_bytes: int) -> RenderLimits:
+    """As thread_limits(), on the event loop."""
+    memory = memory_left(body_bytes, decoded_bytes)
+    text, part = min(most or MAX_TEXT, LIGHT_TEXT), min(body_bytes, LIGHT_TEXT)
+    return RenderLimits(text, part, memory, LIGHT_MADE, LIGHT_STEPS, True, memory >= decoded_bytes)
 
 
 class Meter:
     """What one rendering may still spend."""
 
-    __slots__ = ("light", "made", "part", "steps", "text")
+    __slots__ = ("light", "longest", "made", "memory", "part", "quick", "steps", "text")
 
     def __init__(self, limits: RenderLimits) -> None:
         self.text, self.made, self.steps, self.light = limits.text, limits.made, limits.steps, limits.light
-        self.part = max(limits.part, limits.text)
+        self.memory, self.quick = limits.memory, limits.quick
+        # Of a longer text the characters are counted, but it is not kept.
+        self.longest = max(limits.part, limits.text)
+        self.part = min(self.longest, self.memory // 2)
 
     def take(self, characters: int) -> None:
         """Charge a text that was made. Raises OverBudget. Mutates."""
@@ -104,6 +116,13 @@ class Meter:
             raise OverBudget("characters", characters)
         raise OverBudget("copies of its characters")
 
+    def hold(self, size: int) -> None:
+        """Charge bytes of memory that are kept while the prompt is rendered. Raises OverBudget. Mutates."""
+        self.memory -= size
+        if self.memory < 0:
+            raise OverBudget("objects")
+        self.part = min(self.part, self.memory // 2)
+
     def step(self, count: int = 1) -> None:
         """Charge iterations. Raises OverBudget. Mutates."""
         self.steps -= count
@@ -114,7 +133,7 @@ class Meter:
 class _Current(threading.local):
     """The meter of the rendering in this thread. Compiling a template evaluates its constants without limits."""
 
-    meter = Meter(RenderLimits(sys.maxsize, sys.maxsize, sys.maxsize, sys.maxsize))
+    meter = Meter(RenderLimits(sys.maxsize, sys.maxsize, sys.maxsize, sys.maxsize, sys.maxsize))
 
 
 _current = _Current()
@@ -131,16 +150,36 @@ def metered(limits: RenderLimits) -> Iterator[Meter]:
         _current.meter = before
 
 
+def hold(size: int) -> None:
+    """Charge `size` bytes of memory to the current meter (Meter.hold)."""
+    _current.meter.hold(size)
+
+
 def whole_text(parts: Iterable[str], meter: Meter) -> str:
-    """Return the joined `parts` of a prompt as the template yields them. Raises OverBudget as soon as they are too long."""
-    done: list[str] = []
-    length = 0
+    """Return the joined `parts` of a prompt as the template yields them. Raises OverBudget as soon as they are too long. If they
+    only take too much memory it counts all their characters before, unless the rendering is light."""
+    joined: list[str] = []
+    some: list[str] = []
+    length, width = 0, 1
+    room = meter.memory // 2
     for part in parts:
         length += len(part)
-        if length > meter.text:
+        if not part.isascii():
+            # The whole text has the width of its widest character.
+            width = max(width, (sys.getsizeof(part) - _WIDE_TEXT_BYTES) // len(part))
+            room = meter.memory // (width + 1)
+        if length > meter.text or (length > room and meter.light):
             raise OverBudget("characters", length)
-        done.append(part)
-    return "".join(done)
+        some.append(part)
+        if length > room:
+            joined.clear()
+            some.clear()
+        elif len(some) == _PARTS:
+            joined.append("".join(some))
+            some.clear()
+    if length > room:
+        raise OverBudget("characters", length)
+    return "".join(joined + some)
 
 
 def _join(parts: list[str]) -> str:
@@ -196,23 +235,29 @@ def _tojson(
     meter = _current.meter
     form: dict[str, Any] = {"ensure_ascii": ensure_ascii, "indent": indent}
     form |= {"separators": separators, "sort_keys": sort_keys}
-    if indent is None and meter.light:
-        # At most six times the bytes of a light body. This is ten times as fast.
+    if indent is None and meter.quick:
+        # At most six times the bytes of a light body. This is ten times as fast, and takes some 60 bytes for each value.
         written = json.dumps(value, **form)
         meter.take(len(written))
         return written
     # iterencode() lets other threads run, and ends with the loop. Each of its parts has at least one character.
-    most = min(meter.part, meter.made)
-    parts: list[str] = []
+    most = min(meter.part if meter.light else meter.longest, meter.made)
+    joined: list[str] = []
+    some: list[str] = []
     length = 0
     for part in json.JSONEncoder(**form).iterencode(value):
         length += len(part)
         if length > most:
             meter.take(length)
-        parts.append(part)
+        some.append(part)
+        if len(some) == _PARTS:
+            meter.step(_PARTS)
+            if length <= meter.part:
+                joined.append("".join(some))
+            some.clear()
     meter.take(length)
-    meter.step(len(parts) // _ITEMS_A_STEP)
-    return "".join(parts)
+    meter.step(len(some))
+    return "".join(joined + some)
 
 
 def _metered_filter(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pointsman_common.core.kv_transfer_params import mooncake_fetch, mooncake_send, nixl_send
@@ -225,7 +226,8 @@ class RemotePrefill:
         return self._transfer
 
     async def _post(self, step: StepAssigned, params: Mapping[str, Any]) -> bytes:
-        path, body = kv.prefill_request(self._call, params)
+        made = partial(kv.prefill_request, self._call, params)
+        path, body = made() if self._call.light else await asyncio.to_thread(made)
         headers = self._headers_of(step)
         # The id differs from the client's request, so that the engines' logs show two requests.
         headers = {**headers, "X-Request-ID": f"{headers.get('X-Request-ID', '')}-kv"}

@@ -31,6 +31,7 @@ from pointsman_gateway.io.http.server_types import (
     ServerLimits,
     body_too_large,
     no_room_for_body,
+    no_room_for_request,
     shutting_down,
     too_slow,
     undecodable_body,
@@ -60,6 +61,7 @@ class Listener(Protocol):
     date: dict[str, str]
     bodies: MemoryBudget
     answers: MemoryBudget
+    busy: MemoryBudget
 
     def forget(self, connection: ClientConnection) -> None:
         """Remove a connection that is closed and whose request has ended."""
@@ -224,6 +226,7 @@ class ClientConnection(asyncio.Protocol):
         self._watched_at = 0.0
         self._held_body = Holding(server.bodies)
         self._held_answer = Holding(server.answers)
+        self._held_place = Holding(server.busy)
         self._body_until = math.inf
         self._new_message()
 
@@ -268,7 +271,7 @@ class ClientConnection(asyncio.Protocol):
             self._task.cancel()
         else:
             self.let_go()
-            self._held_answer.let_go()
+            self._answer_sent()
             self.server.forget(self)
 
     def eof_received(self) -> None:
@@ -387,11 +390,13 @@ class ClientConnection(asyncio.Protocol):
         self._request, self._writer = request, writer
         request.surplus = self._surplus
         refusal = self.server.handler.admit(request)
-        self._held_body.holder = self._held_answer.holder = request.holder
+        self._held_body.holder = self._held_answer.holder = self._held_place.holder = request.holder
         if refusal is None and length > self._limits.max_body_bytes:
             refusal = body_too_large(self.server.handler, self._path())
         elif refusal is None and not self.server.bodies.has_room(request.holder, length):
             refusal = no_room_for_body(self.server.handler, self._path())
+        elif refusal is None and request.holder and not self._held_place.take(1):
+            refusal = no_room_for_request(self.server.handler, self._path())
         if refusal is None and (encoding := encoding_of(headers.get("content-encoding"))):
             self._decoder = BodyDecoder(encoding)
         waits = headers.get("expect").lower() == "100-continue" and has_body
@@ -480,7 +485,7 @@ class ClientConnection(asyncio.Protocol):
         self.let_go()
         end()
         if not self._rest:
-            self._held_answer.let_go()
+            self._answer_sent()
         if self.lost:
             self.server.forget(self)
 
@@ -520,7 +525,7 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write(piece)
         if not self._rest and not self._full:
             self._rest = _NOTHING
-            self._held_answer.let_go()
+            self._answer_sent()
             self._transport.resume_reading()
             self._sent()
 
@@ -573,6 +578,7 @@ class ClientConnection(asyncio.Protocol):
         """Send `response` now and close the connection, even if the client is still sending."""
         self._body = []
         self.let_go()
+        self._answer_sent()
         self._send(response, last=True)
         self._more = True
         self._close()
@@ -592,6 +598,11 @@ class ClientConnection(asyncio.Protocol):
     def let_go(self) -> None:
         """Release the memory budget of the request's body: its answer has begun, or there will be none."""
         self._held_body.let_go()
+
+    def _answer_sent(self) -> None:
+        """Release what the client holds until its answer is sent."""
+        self._held_answer.let_go()
+        self._held_place.let_go()
 
     def _unsent(self) -> int:
         """Return the bytes that the client has not read, without up to about 100 KB between TLS and the kernel."""

@@ -21,7 +21,8 @@ class ServerLimits:
     )  # of all clients' answers that are not streamed together, from their first byte until they are sent
     max_connections: int = (
         1 << 14
-    )  # open at once; beyond it idle ones are closed, or Request.surplus is set, and SURPLUS connections later none is taken
+    )  # open at once; beyond it idle ones are closed, or Request.surplus is set, and SURPLUS connections later none is taken. One
+    # client's requests may have three times as many as those of all leave free
     max_head_bytes: int = 32 << 10
     max_headers: int = 100
     head_s: float = 10.0
@@ -60,6 +61,12 @@ def undecodable_body(handler: HttpHandler, path: str) -> Response:
 def no_room_for_body(handler: HttpHandler, path: str) -> Response:
     """Return the answer to a request for whose body the memory of all clients has no room."""
     return handler.error(503, "The gateway has no memory left for another request.", "no_room", path)
+
+
+def no_room_for_request(handler: HttpHandler, path: str) -> Response:
+    """Return the answer to a request of a client whose requests have its share of the connections."""
+    message = "This key has as many open requests as it may have beside those of others."
+    return handler.error(503, message, "too_many_connections", path)
 
 
 def too_slow(handler: HttpHandler, path: str) -> Response:

@@ -22,7 +22,6 @@ from pointsman_gateway.core.request.failures import RETRY_S, answer_to
 from pointsman_gateway.core.request.placement_messages import attempt_request, event_of, target_of
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_state_machine import Phase, RequestStateMachine
-from pointsman_gateway.core.request.transfer_params import supports_inline_kv_transfer
 from pointsman_gateway.core.tokens.token_cache import TokenIds
 from pointsman_gateway.io.request.ext_proc_request import ExtProcRequest
 from pointsman_gateway.io.request.shared_context import SharedContext
@@ -41,7 +40,7 @@ class RequestRunner:
         timeouts = shared.timeouts if context.call.stream else shared.whole_timeouts
         # A proxy sends the client's request in place of the gateway, once. So KV is transferred before.
         proxy = request.proxy if isinstance(request, ExtProcRequest) else None
-        inline = supports_inline_kv_transfer(context.call) and proxy is None
+        inline = context.inline_kv_transfer and proxy is None
         if proxy is not None or context.continues is not None:
             timeouts = replace(timeouts, max_retries=0)
         self._shared = shared

@@ -38,7 +38,7 @@ from pointsman_gateway.core.stored_responses import says_not_stored
 from pointsman_gateway.core.streaming.answer_form import begins_as_events, has_answer, has_json_form
 from pointsman_gateway.core.streaming.id_comments import without_comments
 from pointsman_gateway.core.streaming.rest_of_text import RestOfText
-from pointsman_gateway.core.streaming.sse import SseFilter
+from pointsman_gateway.core.streaming.sse import RECORD_STEP, RECORD_TOKEN_BYTES, SseFilter
 from pointsman_gateway.core.streaming.usage_and_end import StreamEnd, usage_of
 from pointsman_gateway.core.tokens.token_cache import TokenIds
 from pointsman_gateway.io.engines.engine_client import (
@@ -54,9 +54,8 @@ from pointsman_gateway.io.engines.remote_prefill import RemotePrefill
 from pointsman_gateway.io.request.ext_proc_request import InnocentFailure, OtherInstanceAnswered, Proxy
 from pointsman_gateway.io.request.shared_context import SharedContext
 
-# Maximum number of an answer's tokens for whose ids memory is reserved.
-OPEN_TOKENS = 8_192
-# The same for the chunks of an answer whose ids the engine does not send, and the size of a chunk as it is kept, bytes.
+# Maximum number of chunks that are kept of an answer whose ids the engine does not send, and the size of a chunk as it is kept,
+# bytes.
 TEXT_TOKENS, TEXT_TOKEN_BYTES = 2_048, 130
 _JSON = {"Content-Type": "application/json"}
 NOT_FOUND = 404
@@ -139,10 +138,10 @@ class EngineSteps:
         call, sse = self._context.call, self._sse
         size = len(call.payload)
         if upstream.arrived.startswith(b":"):
-            # The ids take some six bytes each. Few answers are as long as they may be.
-            size += 6 * min(call.max_output_tokens or OPEN_TOKENS, OPEN_TOKENS)
-            if keep := self._kept.take(size):
-                sse.record = bytearray()
+            # Few answers are as long as they may be. The record of a longer one takes more memory as it grows.
+            limit = min(RECORD_TOKEN_BYTES * call.max_output_tokens or RECORD_STEP, RECORD_STEP)
+            if keep := self._kept.take(size + limit):
+                sse.record, sse.record_limit, sse.more = bytearray(), limit, self._kept.take
             return keep
         # An engine without the connector package.
         limit = TEXT_TOKEN_BYTES * (min(call.max_output_tokens or TEXT_TOKENS, TEXT_TOKENS) + 8)

@@ -7,13 +7,14 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, TypeVar
 
 import structlog
 
 from pointsman_gateway.core.api import ApiCall, ClientRules, Endpoint, parse
-from pointsman_gateway.core.api.decode_body import decode_light
+from pointsman_gateway.core.api.decode_body import Decoded
 from pointsman_gateway.core.request.prepare import RequestPreparer, Tokens
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.tenants import Client
@@ -36,8 +37,9 @@ class ThreadedPreparer:
     event loop (`render_budget`). Tokenising releases the interpreter, so it uses several threads. Texts in large pieces, which
     take much memory, are tokenised one after the other. Clients take turns at each of these (`FairTurns`).
 
-    A prompt may have many times the characters of its body. So there are only as many large prompts at once, from their rendering
-    until they are tokenised, as there are threads that tokenise.
+    A large body's values and its prompt may take many times its bytes. So there are only as many at once as there are threads
+    that tokenise: the caller decodes a body by decode_light(), and takes a turn of `large_turn()` if it is not light, from before
+    it is parsed until it is prepared.
     """
 
     def __init__(self, telemetry: GatewayMetrics, token_cache: TokenCache, *, agent_headers: bool = True) -> None:
@@ -55,13 +57,22 @@ class ThreadedPreparer:
         self._tokenizing.close()
         self._large_pieces.close()
 
+    def large_turn(self, client: Client) -> AbstractAsyncContextManager[None]:
+        """Wait for a turn of `client` at the memory for large bodies, which lasts as long as the block."""
+        return self._large_prompts.turn(client)
+
     async def parse(
-        self, client: Client, endpoint: Endpoint, raw: bytes, rules: ClientRules, context_of: Callable[[str], int]
+        self,
+        client: Client,
+        endpoint: Endpoint,
+        raw: bytes,
+        rules: ClientRules,
+        context_of: Callable[[str], int],
+        light: Decoded | None,
     ) -> ApiCall:
         """As api.parse(), for a `client`. `context_of` may be called in another thread."""
-        body = decode_light(raw)
-        work = partial(parse, endpoint, raw, rules, context_of, light_body=body)
-        return await self._done(client, body is not None, work)
+        work = partial(parse, endpoint, raw, rules, context_of, light_body=light)
+        return await self._done(client, light is not None, work)
 
     async def prepare(self, context: RequestContext, *, dry: bool) -> None:
         """Complete the context of a request: its tokens, block keys and session. Raises ApiRequestError if the prompt is too
@@ -76,7 +87,7 @@ class ThreadedPreparer:
             except Unrenderable as reason:
                 log.debug("placed without keys", request_id=context.request_id, reason=str(reason))
         if tokens is None:
-            tokens = await self._done(context.client, call.light, partial(self._preparer.estimate, call))
+            tokens = await self._done(context.client, call.light, partial(self._preparer.estimate, context))
         if not tokens.keys and call.endpoint.generates:
             self._telemetry.placed_without_keys(context.state.pool.model)
         self._preparer.prepare(context, tokens, time.monotonic(), dry=dry)
@@ -85,16 +96,19 @@ class ThreadedPreparer:
         """Return the tokens and keys of the (first) prompt. Raises Unrenderable and ApiRequestError."""
         call, limit = context.call, context.state.pool.max_model_len
         with self._telemetry.tokenize.time():
-            if call.light:
-                try:
-                    pending = tokenizer.prepare(call, limit, light=True)
-                except OverBudget:
-                    call.light = False
-                else:
-                    return await self._tokenized(context, pending)
-            async with self._large_prompts.turn(context.client):
-                pending = await self._large_bodies.run(context.client, partial(tokenizer.prepare, call, limit))
-                return await self._tokenized(context, pending)
+            if not call.light:
+                return await self._tokens_of_large(context, tokenizer)
+            try:
+                pending = tokenizer.prepare(call, limit, light=True)
+            except OverBudget:
+                call.light = False
+                async with self.large_turn(context.client):
+                    return await self._tokens_of_large(context, tokenizer)
+            return await self._tokenized(context, pending)
+
+    async def _tokens_of_large(self, context: RequestContext, tokenizer: ModelTokenizer) -> Tokens:
+        work = partial(tokenizer.prepare, context.call, context.state.pool.max_model_len)
+        return await self._tokenized(context, await self._large_bodies.run(context.client, work))
 
     async def _tokenized(self, context: RequestContext, pending: PendingPrompt) -> Tokens:
         threads = self._large_pieces if pending.longest_missing > LARGE_PIECE_CHARS else self._tokenizing
