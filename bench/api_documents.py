@@ -57,8 +57,8 @@ VIOLATED = """
 
 What the documents want otherwise, and the number of answers that have it. The gateway passes vLLM's answers on unchanged,
 and writes errors and models itself: what both columns have is vLLM's, but for the errors of `/v1/models/{model_id}`. That
-path is both vendors', and its errors have OpenAI's form. **Bold**: only the gateway's answers have it, and vLLM answers
-such requests.
+path is both vendors', and its errors have Anthropic's form if the request has the field `anthropic-version`, as all of its
+clients' have, else OpenAI's. **Bold**: only the gateway's answers have it, and vLLM answers such requests.
 
 | operation | where, and what | vLLM | gateway |
 |---|---|---|---|

@@ -371,7 +371,7 @@ def _events(text: str) -> Iterator[tuple[str, str]]:
 def _general(message: str) -> str:
     """Return a message without the values of its request."""
     message = re.sub(r"\d+ validation errors?:.*", "validation errors", message.split("\n")[0])
-    message = re.sub(r"\"[^\"]*\"|'[^']*'|`[^`]*`", "'...'", message)
+    message = re.sub(r"\"[^\"]*\"|'[^']*'|`.*`", "'...'", message)
     return re.sub(r"-?\d[\d.e+]*", "N", message)[:150]
 
 

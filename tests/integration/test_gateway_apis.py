@@ -189,6 +189,10 @@ async def test_errors_take_the_form_of_the_api(up: Stack) -> None:
             "error": {"type": "not_found_error", "message": "The model `other` does not exist."},
             "request_id": unknown.value.request_id,
         }
+        # The path of models is both vendors'.
+        with pytest.raises(anthropic.NotFoundError) as no_model:
+            await client.models.retrieve("other")
+        assert no_model.value.body == unknown.value.body | {"request_id": no_model.value.request_id}
         with pytest.raises(anthropic.BadRequestError):
             await client.messages.create(**MESSAGES | {"max_tokens": 4_097})
         up.router.placer = lambda request: refusal(request, 8, "full", 7)

@@ -330,7 +330,8 @@ def check_held(state: RouterState, ticked_at: float, now: float) -> None:
             continue  # its policy holds it
         members = state.instances.members(held.pool, held.request.model)
         unfit = state.views._unfit(held.request, held.pool)
-        for snapshot in state.views._snapshots(members, now):
+        # An instance that is due for a trial since the last tick gets a held request at the next one.
+        for snapshot in state.views._snapshots(members, ticked_at):
             candidate = snapshot.candidate
             free = (
                 not candidate.excluded

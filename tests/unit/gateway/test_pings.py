@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pointsman_gateway.core.api import ApiRequestError, Endpoint, ErrorFormat
+from pointsman_gateway.core.api import ApiRequestError, Endpoint, ErrorFormat, redact_error
 from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.streaming.pings import as_event, ping_in_silence
 from pointsman_gateway.io.http.client_connection import ClientConnection
@@ -257,7 +257,9 @@ def test_an_error_becomes_the_event_of_its_api(endpoint: Endpoint, event: bytes)
 
 def test_a_code_of_an_engine_that_is_a_number_is_told_by_its_type() -> None:
     body = b'{"error":{"message":"no","type":"BadRequestError","param":null,"code":400}}'
-    assert b'"code":"BadRequestError"' in as_event(Response(400, body), ErrorFormat.RESPONSES)
+    told = redact_error(ErrorFormat.RESPONSES, 400, body)
+    assert b'"code":"BadRequestError"' in as_event(Response(400, told), ErrorFormat.RESPONSES)
+    assert b'"code":400}' in as_event(Response(400, told), ErrorFormat.OPENAI)
 
 
 class Streams(RuleBasedStateMachine):

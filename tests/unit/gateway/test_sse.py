@@ -154,13 +154,13 @@ SAFE = "lost <address> and <address> no KV"
         (
             Endpoint.CHAT,
             {"error": {"message": TOLD, "type": "E", "param": None, "code": 500, "trace": TRACE}, "detail": TRACE},
-            {"error": {"message": SAFE, "type": "E", "param": None, "code": "500"}},
+            {"error": {"message": SAFE, "type": "E", "param": None, "code": 500}},
         ),
         (Endpoint.CHAT, {"error": TOLD}, {"error": {"message": SAFE, "type": None, "param": None, "code": None}}),
         (
             Endpoint.COMPLETION,
             {"object": "error", "message": TOLD, "type": "E", "param": {"at": TRACE}, "code": 400},
-            {"error": {"message": SAFE, "type": "E", "param": None, "code": "400"}},
+            {"error": {"message": SAFE, "type": "E", "param": None, "code": 400}},
         ),
         (
             Endpoint.CHAT,

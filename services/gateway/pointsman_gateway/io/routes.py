@@ -255,19 +255,19 @@ class Gateway:
         request.client_id = bounded_id(request.headers.get("X-Request-ID") or request.id)
         # no-store: an answer to a prompt is private to its client, and answers about the fleet are outdated after a second.
         request.answer_fields = {"X-Request-ID": request.client_id, "Cache-Control": "no-store"}
-        if error_format_of(request.path) is ErrorFormat.ANTHROPIC:
+        if _error_format(request) is ErrorFormat.ANTHROPIC:
             request.answer_fields["request-id"] = request.client_id  # the header that Anthropic's clients read
         request.answer_fields |= self._cors.answer_fields(request.headers.get("Origin"))
         refusal = self._refusal(request)
         if refusal is not None:
             self._count(request, refusal.status)
-        return refusal and _identified(refusal, error_format_of(request.path), request.client_id)
+        return refusal and _identified(refusal, _error_format(request), request.client_id)
 
     async def answer(self, request: Request) -> Response | None:
         """Return the answer of the request's route, or None if the answer was streamed. Errors have the format of the API."""
         route = self._route(request.path)
         assert route is not None, "admit() refuses unknown paths"
-        error_format = error_format_of(request.path)
+        error_format = _error_format(request)
         status = CLIENT_LEFT
         answer: Response | None
         if self._traces is not None and route.body:
@@ -323,7 +323,7 @@ class Gateway:
         return self._model if path.startswith("/v1/models/") else None
 
     def _refusal(self, request: Request) -> Response | None:
-        route, error_format = self._route(request.path), error_format_of(request.path)
+        route, error_format = self._route(request.path), _error_format(request)
         if route is not None and route.open and isinstance(request, ExtProcRequest):
             route = None  # what needs no key is for those who reach the gateway itself
         if route is None and request.method == "OPTIONS" and request.path == "*":
@@ -476,7 +476,7 @@ class Gateway:
 
     async def _charge(self, request: Request, client: Client) -> KeyCharge:
         """Count the request against its key's limits, and tell the client what is left. Raises ApiRequestError."""
-        error_format = error_format_of(request.path)
+        error_format = _error_format(request)
         try:
             key_charge = await self._leases.admit(client)
         except RateLimited as limited:
@@ -673,9 +673,13 @@ def _json(body: dict[str, Any], status: int = 200) -> Response:
     return Response(status, msgspec.json.encode(body), {"Content-Type": "application/json"})
 
 
+def _error_format(request: Request) -> ErrorFormat:
+    return error_format_of(request.path, by_anthropic="anthropic-version" in request.headers)
+
+
 def _write_error(request: Request, answer: Response) -> None:
     """End an opened stream with the event that tells the client of `answer`, which is an error."""
-    request.writer.write(as_event(answer, error_format_of(request.path)))
+    request.writer.write(as_event(answer, _error_format(request)))
     request.writer.end()
 
 

@@ -63,12 +63,14 @@ ROUTES: Mapping[str, Endpoint] = {endpoint.value: endpoint for endpoint in Endpo
 }
 
 
-def error_format_of(path: str) -> ErrorFormat:
-    """Return the format of errors on `path`, which need not be a served path."""
+def error_format_of(path: str, by_anthropic: bool = False) -> ErrorFormat:
+    """Return the format of errors on `path`, which need not be a served path. `by_anthropic`: the request has the header that
+    Anthropic's clients send; the lists of models have both vendors' clients."""
     endpoint = ROUTES.get(path.removesuffix("/"))
     if endpoint is not None:
         return endpoint.error_format
-    return ErrorFormat.ANTHROPIC if path.startswith("/v1/messages/") else ErrorFormat.OPENAI
+    by_anthropic = by_anthropic and (path + "/").startswith("/v1/models/")
+    return ErrorFormat.ANTHROPIC if by_anthropic or path.startswith("/v1/messages/") else ErrorFormat.OPENAI
 
 
 @dataclass(frozen=True)

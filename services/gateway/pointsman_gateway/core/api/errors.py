@@ -137,7 +137,10 @@ def redact_error(error_format: ErrorFormat, status: int, body: bytes) -> bytes:
     safe = _safe(error, "The engine refused the request.")
     if error_format is ErrorFormat.ANTHROPIC:
         return _anthropic(status, in_anthropics_words(safe["message"]))
-    return msgspec.json.encode({"error": safe})
+    # vLLM's `code` is the status as a number. OpenAI's is a text or null, and typed clients read no other. In events of streams
+    # it stays a number: see _FAILED_STATUS.
+    code = safe["code"]
+    return msgspec.json.encode({"error": safe | {"code": str(code) if isinstance(code, int) else code}})
 
 
 def with_request_id(body: bytes, request_id: str | None) -> bytes:
@@ -201,7 +204,7 @@ def redact_error_event(error_format: ErrorFormat, event: bytes, sequence_number:
         return b"event: error\ndata: " + msgspec.json.encode({"type": "error", "error": error})
     if error_format is ErrorFormat.RESPONSES:
         number = found.get("sequence_number", sequence_number)
-        code = named_code(safe["code"])
+        code = safe["code"] if isinstance(safe["code"], str) else None
         return error_event(safe["message"], error_format, code, number if isinstance(number, int) else 0).rstrip()
     return b"data: " + msgspec.json.encode({"error": safe})
 
@@ -212,24 +215,15 @@ def _safe(error: Any, otherwise: str, fields: tuple[str, ...] = ("type", "param"
     found = error if isinstance(error, dict) else {"message": error}
     kept = {name: found.get(name) for name in fields}
     texts = {name: without_addresses(value) if isinstance(value, str) else value for name, value in kept.items()}
-    # vLLM's `code` is the status as a number. OpenAI's is a text or null, and typed clients read no other.
-    scalars = {name: _as_text(value) for name, value in texts.items()}
+    scalars = {
+        name: value if isinstance(value, str | int) and not isinstance(value, bool) else None
+        for name, value in texts.items()
+    }
     message = found.get("message")
     text = message.partition(_TRACE)[0].strip() if isinstance(message, str) else ""
     if "code" in scalars and says_too_long(text):
         scalars["code"] = CODE
     return {"message": without_addresses(text) or otherwise, **scalars}
-
-
-def named_code(code: str | None) -> str | None:
-    """Return an error's code if it is a name, and not an engine's status."""
-    return None if code is None or code.isdigit() else code
-
-
-def _as_text(value: Any) -> str | None:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    return value if isinstance(value, str) else None
 
 
 def _type_of(status: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pointsman_gateway.core.api import ErrorFormat, error_event, named_code
+from pointsman_gateway.core.api import ErrorFormat, error_event
 from pointsman_gateway.core.http_message import Request, Response
 
 _HEAD = {"Content-Type": "text/event-stream; charset=utf-8"}
@@ -24,8 +24,11 @@ def as_event(error: Response, error_format: ErrorFormat) -> bytes:
     """Return the event of a stream that tells its client what the body of an error response would have told."""
     if error_format is ErrorFormat.ANTHROPIC:
         return b"event: error\ndata: " + error.body + b"\n\n"
-    if error_format is ErrorFormat.OPENAI:
-        return b"data: " + error.body + b"\n\n"
     told = msgspec.json.decode(error.body)["error"]
-    code = named_code(told["code"]) or told["type"]
-    return error_event(told["message"], error_format, code, param=told["param"])
+    code = told["code"] or ""
+    if error_format is ErrorFormat.OPENAI:
+        # The status, which an engine's own error has as its code, is a number in a stream, as in the engine's own events.
+        told["code"] = int(code) if code.isdigit() else told["code"]
+        return b"data: " + msgspec.json.encode({"error": told}) + b"\n\n"
+    named = told["type"] if not code or code.isdigit() else code
+    return error_event(told["message"], error_format, named, param=told["param"])
