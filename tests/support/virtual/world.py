@@ -21,6 +21,7 @@ import redis.asyncio
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import prompt_keys
 from pointsman_gateway.core.api import ApiRequestError, Endpoint, parse
+from pointsman_gateway.core.api.decode_body import decode_light
 from pointsman_gateway.core.http_message import Headers, Request
 from pointsman_gateway.core.memory_budget import Holding, MemoryBudget
 from pointsman_gateway.core.pool_state import PoolState
@@ -215,7 +216,9 @@ class GatewayNode:
         tokens = asked.prompts[0]
         fields: dict[str, Any] = {"model": model, "prompt": asked.prompts if several else tokens}
         fields |= {"max_tokens": asked.output, "stream": stream} | ({"n": asked.n} if asked.n > 1 else {})
-        call = parse(Endpoint.COMPLETION, msgspec.json.encode(fields))
+        raw = msgspec.json.encode(fields)
+        # Values that are not light are worked on in threads, which virtual time does not have.
+        call = parse(Endpoint.COMPLETION, raw, light_body=decode_light(raw))
         obstacle = transfer_obstacle(call)
         placement = placement_pb2.PlacementRequest(
             request_id=request_id,
