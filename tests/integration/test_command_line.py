@@ -186,6 +186,7 @@ def filled_in(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     token.write_text("old")  # without a newline at the end, as make-secrets.sh writes it
     return {
         r"127\.0\.0\.1:50051\b": fleet.router,
+        r"127\.0\.0\.1:8001\b": instance,
         r"127\.0\.0\.1:8080\b": fleet.gateway.removeprefix("http://"),
         r"127\.0\.0\.1:9100\b": fleet.metrics,
         r"127\.0\.0\.1:9101\b": fleet.agent_metrics,
