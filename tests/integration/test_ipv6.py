@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,14 +91,15 @@ def test_a_fleet_serves_and_is_examined(
         for host in hosts:
             gateway, router = f"http://{host}:{ports['listen']}", f"{host}:{ports['router_listen']}"
             until(partial(_exact, gateway), within_s=60, what="exact tokens")
+            # The gateway serves as soon as one engine does.
+            until(partial(_all_known, router, len(engines)), within_s=60, what="all engines")
             model = ask(f"{gateway}/v1/models").json()["data"][0]["id"]
             for _ in range(2 * len(engines)):
                 asked = {"model": model, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 2}
                 assert ask(f"{gateway}/v1/chat/completions", asked).json()["choices"], "an answer"
             for page, path in (("router_metrics", "/metrics"), ("agent_metrics", "/metrics"), ("console", "/")):
                 assert ask(f"http://{host}:{ports[page]}{path}").status == 200
-            listed = json.loads(run("instances", "--router", router, "--json"))["instances"]
-            assert len(listed) == len(engines)
+            listed = _instances(router)
             assert all(one["instance"]["prefix_mode"] == "PREFIX_MODE_EXACT" for one in listed)
             agent = f"http://{host}:{ports['agent_metrics']}"
             found = run("doctor", "--router", router, "--gateway", gateway, "--agent", agent)
@@ -126,6 +128,10 @@ def _exact(gateway: str) -> bool:
     return bool(ask(f"{gateway}/health").json()["status"] == "ok")
 
 
-def _instances(router: str) -> list[dict[str, str]]:
-    found: list[dict[str, str]] = json.loads(run("instances", "--router", router, "--json"))["instances"]
+def _all_known(router: str, count: int) -> bool:
+    return len(_instances(router)) == count
+
+
+def _instances(router: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(run("instances", "--router", router, "--json"))["instances"]
     return found
