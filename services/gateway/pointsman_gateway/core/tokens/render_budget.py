@@ -296,7 +296,7 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
         """Return the text of a macro or a block."""
-        return _join(list(parts))
+        return _join(parts if isinstance(parts, list) else list(parts))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
