@@ -146,7 +146,7 @@ async def start(settings: EmulateSettings, profile: Profile | None = None) -> Em
     transfers = KvTransfers(uuid.uuid4().hex, model.profile, settings.speedup, layerwise=settings.layerwise)
     suspension = Suspension(model, loop)
     metrics.suspension = suspension.metrics
-    engine_app = EngineApp(
+    app = EngineApp(
         settings.model,
         int(started_at),
         tokenizer,
@@ -159,8 +159,7 @@ async def start(settings: EmulateSettings, profile: Profile | None = None) -> Em
         settings.api_key.get_secret_value(),
         script,
         settings.root,
-    )
-    app = engine_app.make()
+    ).make()
     Illness(loop).add_to(app)
     tls = None
     if settings.ssl_certfile is not None:

@@ -12,18 +12,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Annotated, Literal
 
 import msgspec
 from aiohttp import web
 
 from pointsman_lab.emulator.engine_loop import EngineLoop
+from pointsman_lab.emulator.http_routes import Handler
+from pointsman_lab.emulator.openai_api import ApiError
 
 PATH = "/emulated_illness"
 # Paths of requests for answers begin so.
 _ANSWERS = "/v1/"
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Order(msgspec.Struct, forbid_unknown_fields=True):
@@ -45,7 +45,7 @@ class Illness:
         self._timer: asyncio.TimerHandle | None = None
 
     def add_to(self, app: web.Application) -> None:
-        """Add the routes, and what ill engines do with requests, to an engine's application."""
+        """Add the routes, and what ill engines do with requests, to an engine's application, which answers ApiError."""
         app.middlewares.append(self._answer)
         app.add_routes([web.post(PATH, self._begin), web.delete(PATH, self._end_by_order), web.get(PATH, self._tell)])
 
@@ -61,8 +61,7 @@ class Illness:
                 case "hangs":
                     await self._ended.wait()
                 case "status":
-                    error = {"message": "by order", "type": "Error", "code": order.status}
-                    return web.json_response({"error": error}, status=order.status)
+                    raise ApiError(order.status, "by order")
                 case "breaks":
                     if request.transport is not None:
                         request.transport.abort()
