@@ -142,3 +142,52 @@ def test_sparse_owners_cost_few_look_ups_where_they_have_nothing() -> None:
         index.add(str(number), [1_000_000 + number, *map(anchor_of, keys.keys[63:200:64])])
     assert index.leading_blocks(keys, map(str, range(100))) == {str(number): 0 for number in range(100)}
     assert keys.reads <= 8_125 // ANCHOR_KEYS + 4 * ANCHOR_KEYS
+
+
+TURN = st.tuples(
+    st.lists(st.integers(0, 60), min_size=12, max_size=12),  # how many of the prompt's keys each owner has
+    st.integers(0, 60),  # length of the prompt
+    st.integers(0, 60),  # how many of its keys are those of the turn before
+)
+
+
+@given(st.lists(TURN, min_size=2, max_size=6), st.booleans())
+def test_the_next_prompt_of_a_session_is_found_as_any_other(
+    turns: list[tuple[list[int], int, int]], sparse: bool
+) -> None:
+    index, owners, keys, new = PrefixIndex(), [f"i{number}" for number in range(12)], list(range(1, 61)), 100
+    index.set_sparse("i0", sparse)
+    for held, length, common in turns:
+        keys = [*keys[:common], *range(new, new + 60 - common)]
+        new += 60
+        for owner, count in zip(owners, held, strict=True):
+            index.drop(owner)
+            index.add(owner, [*keys[:count], *map(anchor_of, keys[ANCHOR_KEYS - 1 : count : ANCHOR_KEYS])])
+        expected = {owner: min(count, length) for owner, count in zip(owners, held, strict=True)}
+        assert index.leading_blocks(keys[:length], owners, session="s") == expected
+        some = {owner: expected[owner] for owner in owners[::3]}
+        assert index.leading_blocks(keys[:length], owners, some, session="s") == expected
+
+
+def test_the_next_prompt_of_a_session_takes_two_look_ups_for_each_end() -> None:
+    index, keys = PrefixIndex(), Counted(8_125)
+    owners = {f"i{number}": 100 * number + 1 for number in range(64)}
+    for owner, count in owners.items():
+        index.add(owner, keys.keys[:count])
+    for most in (1_000, 2 * len(owners) + 1):
+        keys.reads = 0
+        assert index.leading_blocks(keys, owners, session="s") == owners
+        assert keys.reads <= most
+
+
+def test_the_ends_of_few_prompts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_index, "MAX_RECENT", 5)
+    index, keys = PrefixIndex(), range(1, 101)
+    owners = {f"i{number}": 3 * number + 1 for number in range(20)}
+    for owner, count in owners.items():
+        index.add(owner, keys[:count])
+    for number in range(10):
+        index.leading_blocks(keys, owners, session=f"s{number}")
+        index.leading_blocks(keys[:10], list(owners)[:2], session=f"few{number}")
+        index.leading_blocks(keys, owners, session="s1")
+    assert list(index._recent) == ["s6", "s7", "s8", "s9", "s1"]

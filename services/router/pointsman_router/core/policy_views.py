@@ -6,7 +6,7 @@ kept (InstanceRecord.candidate_snapshot) until an event concerns the instance, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
 from msgspec import UNSET, UnsetType
@@ -39,8 +39,9 @@ from pointsman_router.core.placement_types import (
     PrefillBacklog,
 )
 from pointsman_router.core.prefill_curve import NO_PREFILLS, PrefillCurve, PrefillSums
+from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.prefix.lower_tiers import LowerBlocks
-from pointsman_router.core.shortlist import MAX_FULL_VIEW, KeptLoads, PoolLoads
+from pointsman_router.core.shortlist import MAX_FULL_VIEW, KeptLoads, PoolLoads, Shortlist
 
 UNHEALTHY = "unhealthy"
 EXCLUDED_STATES = {
@@ -87,29 +88,38 @@ class FleetViewBuilder:
         a shortlist of them if they are more than MAX_FULL_VIEW. O(instances considered + look-ups of the prompt's keys)."""
         self._follow_reservations()
         owner = self._affinity.owner(pool, request.session, now) if request.session_id else ""
-        members, unseen = self._instances.members(pool, request.model), NOTHING_UNSEEN
-        shares = self._instances.shares(pool, request.model)
-        drawn = shares.drawn(pool, request.session or request.request_id) if shares else ()
-        if shortlisted and len(members) > MAX_FULL_VIEW:
-            loads = self._loads.of(pool, self._instances.lists(pool), members)
-            if chosen := self._shortlist(pool, loads, request, shares, (*drawn, owner), decision_number, now):
-                members, unseen = chosen, loads.unseen(chosen)
-        snapshots = self._snapshots(members, now)
         tokens = request.input_tokens
         # An engine reuses whole blocks of its own size, and always computes the last token itself.
         reusable = max(tokens - 1, 0)
         keys = request.keys if len(request.keys) * KEY_TOKENS <= reusable else request.keys[: reusable // KEY_TOKENS]
-        blocks, provisional, lower = self._prefix_knowledge.match(keys, [snapshot.candidate for snapshot in snapshots])
+        members, unseen = self._instances.members(pool, request.model), NOTHING_UNSEEN
+        known: Mapping[PrefixIndex, Mapping[str, int]] = {}
+        shares = self._instances.shares(pool, request.model)
+        drawn = shares.drawn(pool, request.session or request.request_id) if shares else ()
+        if shortlisted and len(members) > MAX_FULL_VIEW:
+            loads = self._loads.of(pool, self._instances.lists(pool), members)
+            shortlist = self._shortlist(pool, loads, request, keys, shares, (*drawn, owner), decision_number, now)
+            if shortlist.members:
+                members, known = shortlist
+                unseen = loads.unseen(members)
+        snapshots = self._snapshots(members, now)
+        seen = [snapshot.candidate for snapshot in snapshots]
+        # A shortlist has other instances each time.
+        session = "" if known else request.session
+        blocks, provisional, lower = self._prefix_knowledge.match(keys, seen, known, session)
         priced = self._pricer(pool) if lower else None
         candidates = []
+        found_at = blocks.get
         for snapshot in snapshots:
             candidate = snapshot.candidate
-            instance_id = candidate.instance_id
-            if lower and priced is not None and instance_id in lower:
-                candidate = priced(snapshot, blocks[instance_id], lower[instance_id], reusable, tokens)
-            elif instance_id in blocks and (found := blocks[instance_id]):
+            instance_id, cached = candidate.instance_id, 0
+            found = found_at(instance_id, 0)
+            if found:
                 cached = found * KEY_TOKENS if found * KEY_TOKENS < reusable else reusable
-                cached = max(cached - cached % snapshot.block_size - snapshot.uncertain_tokens, 0)
+                cached -= cached % snapshot.block_size + snapshot.uncertain_tokens
+            if priced is not None and instance_id in lower:
+                candidate = priced(snapshot, found, lower[instance_id], reusable, tokens)
+            elif cached > 0:
                 candidate = replace(candidate, cached_tokens=cached, new_tokens=tokens - cached)
             else:
                 candidate = replace(candidate, new_tokens=tokens)
@@ -232,21 +242,25 @@ class FleetViewBuilder:
         pool: str,
         loads: PoolLoads,
         request: PlacementRequest,
+        keys: Sequence[int],
         shares: SessionShares | None,
         named: Sequence[str],
         decision_number: int,
         now: float,
-    ) -> list[InstanceRecord]:
+    ) -> Shortlist:
         """Return the instances of a large pool to consider: those that are `named`, and the best of those that are eligible."""
 
-        def chosen(eligible: Callable[[InstanceRecord], bool]) -> list[InstanceRecord]:
-            return loads.chosen(request.keys, self._prefix_knowledge.indexes(), named, decision_number, eligible)
+        def chosen(eligible: Callable[[InstanceRecord], bool]) -> Shortlist:
+            return loads.chosen(keys, self._prefix_knowledge.indexes(), named, decision_number, eligible)
 
         placeable = frozenset(("",)) if self._instances.has_healthy(pool) else frozenset(("", UNHEALTHY))
         unfit = self._unfit(request, pool)
 
         def eligible(record: InstanceRecord) -> bool:
-            candidate = self._seen(record, now).candidate
+            snapshot = record.candidate_snapshot
+            if snapshot is None or not snapshot.since <= now < snapshot.until:
+                snapshot = self._refresh(record, now)
+            candidate = snapshot.candidate
             return (
                 candidate.excluded in placeable
                 and not candidate.produces_only
@@ -254,12 +268,14 @@ class FleetViewBuilder:
                 and not (unfit is not None and unfit(record.info.traits))
             )
 
-        def of_weight(least: float, shares: SessionShares) -> list[InstanceRecord]:
+        def of_weight(least: float, shares: SessionShares) -> Shortlist:
             return chosen(lambda candidate: shares.weight(candidate.info.instance_id) >= least and eligible(candidate))
 
         if shares is None:
             return chosen(eligible)
-        return next((found for least in LEAST_WEIGHTS if (found := of_weight(least, shares))), [])
+        return next(
+            (found for least in LEAST_WEIGHTS if (found := of_weight(least, shares)).members), Shortlist([], {})
+        )
 
     def _unfit(self, request: PlacementRequest, pool: str) -> Callable[[EngineTraits | UnsetType], str] | None:
         """Return a function that returns why an engine must not get a request, "" if it may; None if every engine may.
@@ -285,14 +301,7 @@ class FleetViewBuilder:
 
         return why
 
-    def _seen(self, record: InstanceRecord, now: float) -> CandidateSnapshot:
-        snapshot = record.candidate_snapshot
-        if snapshot is not None and snapshot.since <= now < snapshot.until:
-            return snapshot
-        return self._refresh(record, now)
-
     def _snapshots(self, members: Sequence[InstanceRecord], now: float) -> list[CandidateSnapshot]:
-        # The body of _seen, inlined: a call for each instance would cost more than the rest.
         return [
             snapshot
             if (snapshot := record.candidate_snapshot) is not None and snapshot.since <= now < snapshot.until

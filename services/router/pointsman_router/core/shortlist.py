@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from pointsman_router.core.instances.instance_registry import InstanceRecord
@@ -43,6 +43,14 @@ class _Load(NamedTuple):
     work: float
     prefills: bool
     tokens: int
+
+
+class Shortlist(NamedTuple):
+    """The instances of a large pool to consider, in ascending order of ids, and how many leading blocks of the prompt those have
+    that were chosen for them, by index."""
+
+    members: list[InstanceRecord]
+    blocks: Mapping[PrefixIndex, Mapping[str, int]]
 
 
 class PoolLoads:
@@ -81,8 +89,8 @@ class PoolLoads:
         named: Iterable[str],
         turn: int,
         eligible: Callable[[InstanceRecord], bool],
-    ) -> list[InstanceRecord]:
-        """Return the instances to consider, in ascending order of ids; empty if none is eligible.
+    ) -> Shortlist:
+        """Return the instances to consider; none if none is eligible.
 
         They are those that are `named`, and of the `eligible` ones those that hold most of `keys` in each index and the least
         loaded. Among equally loaded ones, `turn` (the number of the pool's decisions so far) decides.
@@ -91,17 +99,19 @@ class PoolLoads:
         for order in (self._by_requests, self._by_work):
             room = LEAST_LOADED
             for _, _, name in _from_turn(order, turn):
-                if eligible(record := self._records[name]):
-                    found[name] = record
+                if name in found or eligible(self._records[name]):
+                    found[name] = self._records[name]
                     room -= 1
                     if not room:
                         break
+        blocks: dict[PrefixIndex, Mapping[str, int]] = {}
         if not found:
-            return []
+            return Shortlist([], blocks)
         for index in indexes if keys else ():
-            found.update(self._most_cached(keys, index, eligible))
+            blocks[index] = cached = self._most_cached(keys, index, eligible, found)
+            found.update((name, self._records[name]) for name in cached)
         found.update((name, self._records[name]) for name in named if name in self._records)
-        return [found[name] for name in sorted(found)]
+        return Shortlist([found[name] for name in sorted(found)], blocks)
 
     def unseen(self, seen: Sequence[InstanceRecord]) -> Unseen:
         """Return the sums over all instances that are not in `seen`."""
@@ -129,18 +139,24 @@ class PoolLoads:
         return _Load(counters.num_requests, work, prefills, counters.ongoing_tokens)
 
     def _most_cached(
-        self, keys: Sequence[int], index: PrefixIndex, eligible: Callable[[InstanceRecord], bool]
-    ) -> Iterator[tuple[str, InstanceRecord]]:
-        room = MOST_CACHED
-        for _, mask in index.runs(keys, self._mask(index)):
+        self,
+        keys: Sequence[int],
+        index: PrefixIndex,
+        eligible: Callable[[InstanceRecord], bool],
+        known: Container[str],
+    ) -> dict[str, int]:
+        """Return the instances that hold most of `keys`, with their numbers of blocks. Those in `known` are eligible."""
+        cached: dict[str, int] = {}
+        for count, mask in index.runs(keys, self._mask(index)):
+            room = MOST_CACHED - len(cached)
             # If more instances than are needed hold equally much, those with the least work come first.
             alike = index.owners(mask) if mask.bit_count() <= room else self._holding(mask, index)
             for name in alike:
-                if eligible(record := self._records[name]):
-                    yield name, record
-                    room -= 1
-                    if not room:
-                        return
+                if name in known or eligible(self._records[name]):
+                    cached[name] = count
+                    if len(cached) == MOST_CACHED:
+                        return cached
+        return cached
 
     def _mask(self, index: PrefixIndex) -> int:
         generation, mask = self._masks.get(index, (-1, 0))

@@ -38,6 +38,7 @@ class PrefixMatches(NamedTuple):
 
 
 _NOTHING = PrefixMatches({}, {})
+_NONE_KNOWN: Mapping[str, int] = MappingProxyType({})
 # Maximum number of block keys assumed on an instance without KV events whose KV capacity is unknown.
 ASSUMED_CAPACITY_KEYS = 16_384
 # An agent is silent if it sent no message for SILENT_INTERVALS of its report intervals, and for LEAST_SILENCE_S seconds.
@@ -85,8 +86,15 @@ class PrefixKnowledge:
         lower = self.lower_tiers.indexes() if self.lower_tiers else ()
         return (self.index, assumed, *lower) if len(assumed) else (self.index, *lower)
 
-    def match(self, keys: Sequence[int], candidates: Sequence[Candidate]) -> PrefixMatches:
-        """Return how many leading blocks of the prompt each candidate has, by its prefix_source. Changes nothing.
+    def match(
+        self,
+        keys: Sequence[int],
+        candidates: Sequence[Candidate],
+        known: Mapping[PrefixIndex, Mapping[str, int]] = MappingProxyType({}),
+        session: str = "",
+    ) -> PrefixMatches:
+        """Return how many leading blocks of the prompt each candidate has, by its prefix_source. `known`: those that some are
+        known to have by an index. Changes nothing but cached data.
 
         An approximate candidate has what it was sent or, if its events are credible though not trusted, what these told:
         whichever is more. So has one with exact keys that are doubted."""
@@ -99,11 +107,12 @@ class PrefixKnowledge:
             assumed = [
                 candidate.instance_id for candidate in candidates if candidate.prefix_source is PrefixSource.APPROXIMATE
             ]
-            learned = self.computed_prompts.leading_blocks(keys, assumed)
+            placed = self.computed_prompts.index
+            learned = placed.leading_blocks(keys, assumed, known.get(placed, _NONE_KNOWN), session)
             exact += [instance_id for instance_id in assumed if self._is_credible(instance_id)]
         if self._doubted:
             learned |= self.computed_prompts.leading_blocks(keys, self._doubted.intersection(exact))
-        blocks = self.index.leading_blocks(keys, exact)
+        blocks = self.index.leading_blocks(keys, exact, known.get(self.index, _NONE_KNOWN), session)
         further = self.provisional.reach(keys, blocks)
         provisional = {instance_id: reach - blocks[instance_id] for instance_id, reach in further.items()}
         blocks |= further
@@ -334,7 +343,7 @@ class PrefixKnowledge:
             if record.info.sparse_prefixes:
                 # Blocks at the front of the prompt may be evicted before its end is computed, so only events show the hits.
                 return
-            held = self.index.leading_blocks(keys, (prompt.instance_id,))[prompt.instance_id]
+            held = self.index.run_end(prompt.instance_id, keys, 0, len(keys))
             self.provisional.add(prompt.instance_id, keys[held:], now)
 
     def _judge(

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import merge
 from itertools import pairwise
+from types import MappingProxyType
 
 from pointsman_common.core.block_keys import ANCHOR_KEYS, anchor_of
 
@@ -36,6 +37,10 @@ TURNS_FOR_ROOM = 4
 SHORT_OF_ROOM = 0.75
 # Number of shared masks above which their table is cleared. Until then it also keeps masks that are not in use any more.
 MAX_SHARED = 1 << 16
+# Number of different ends of a prompt on its owners from which these are remembered (20 kB with 64 owners), and of how many
+# sessions they are.
+MANY_RUNS = 8
+MAX_RECENT = 1_024
 
 
 class IndexFull(Exception):
@@ -63,6 +68,8 @@ class PrefixIndex:
         self._retired: set[int] = set()
         self._sweeping: set[int] = set()
         self._unswept: list[int] = []
+        # Session -> the runs that were found for its last prompt, if they were many; most recently used last.
+        self._recent: dict[str, list[tuple[int, int]]] = {}
         # Number of changes of owners' bits so far.
         self.generation = 0
         # Whether an `add` failed since sweep() last ran a turn.
@@ -198,11 +205,33 @@ class PrefixIndex:
             self._refused = False
             self._sweep_on()
 
-    def leading_blocks(self, keys: Sequence[int], owners: Iterable[str]) -> dict[str, int]:
-        """Return for each of `owners` how many of `keys`, counted from the first, it has cached."""
+    def leading_blocks(
+        self,
+        keys: Sequence[int],
+        owners: Iterable[str],
+        known: Mapping[str, int] = MappingProxyType({}),
+        session: str = "",
+    ) -> dict[str, int]:
+        """Return for each of `owners` how many of `keys`, counted from the first, it has cached. `known`: what an earlier call of
+        `runs` found for some owners; they are not looked up again. `session`: a name that prompts share that begin alike; the
+        next of them takes fewer look-ups. Changes nothing else."""
         blocks = dict.fromkeys(owners, 0)
+        if not self._sparse_bits and not (keys and (first := keys[0]) in self._masks[first & _SHARD]):
+            return blocks  # Nobody has the first block, as of most new prompts.
+        if known:
+            blocks.update([(owner, count) for owner, count in known.items() if owner in blocks])
         owner_of = self._owner_of
-        for count, mask in self.runs(keys, self.mask(blocks)):
+        wanted = self.mask(blocks.keys() - known.keys() if known else blocks)
+        before = self._recent.pop(session, None) if session else None
+        runs = self._still_right(before, keys, wanted) if before else []
+        for _, mask in runs:
+            wanted ^= mask
+        runs += self.runs(keys, wanted)
+        if session and len(runs) >= MANY_RUNS:
+            self._recent[session] = runs
+            if len(self._recent) > MAX_RECENT:
+                del self._recent[next(iter(self._recent))]
+        for count, mask in runs:
             while mask:
                 slot = mask.bit_length() - 1
                 blocks[owner_of[slot]] = count
@@ -234,6 +263,25 @@ class PrefixIndex:
         return merge(
             self._chained_runs(keys, mask ^ sparse), self._sparse_runs(keys, sparse), key=_count_of, reverse=True
         )
+
+    def _still_right(self, runs: list[tuple[int, int]], keys: Sequence[int], mask: int) -> list[tuple[int, int]]:
+        """Return what is right for `keys` and the owners in `mask` of the runs of a prompt that may have begun alike: keys are
+        chained, so two look-ups show that a run ends where it ended. O(runs) look-ups."""
+        masks, last, right = self._masks, len(keys), []
+        mask &= ~self._sparse_bits
+        for count, owners in runs:
+            owners &= mask
+            if not owners or count > last:
+                continue
+            key = keys[count - 1]
+            owners &= masks[key & _SHARD].get(key, 0)
+            if count < last:
+                key = keys[count]
+                owners &= ~masks[key & _SHARD].get(key, 0)
+            if owners:
+                right.append((count, owners))
+                mask ^= owners
+        return right
 
     def _sparse_runs(self, keys: Sequence[int], mask: int) -> Iterator[tuple[int, int]]:
         """As `runs`, for sparse owners. For each owner it goes from the first anchor that the owner lacks back to a key that the
