@@ -28,8 +28,13 @@ def long_prompt(seed: int = 0) -> list[int]:
 def cached_keys(keys: Sequence[int], number: int, count: int = KEYS_PER_INSTANCE) -> list[int]:
     """Return the keys that instance `number` has cached: a prefix of the prompt, of random length, and other prompts' blocks."""
     rng = random.Random(1_000 + number)
-    prefix = list(keys[: rng.randrange(len(keys))])
+    prefix = list(keys[: prefix_length(keys, number)])
     return prefix + [rng.getrandbits(64) for _ in range(max(count - len(prefix), OWN_KEYS))]
+
+
+def prefix_length(keys: Sequence[int], number: int) -> int:
+    """Return how many of the prompt's keys instance `number` has cached."""
+    return random.Random(number).randrange(len(keys))
 
 
 def info(number: int) -> InstanceInfo:

@@ -15,7 +15,15 @@ import grpc.aio
 
 from bench import stack
 from bench.figures import Figure, percentile
-from bench.full_cache_fleet import KEYS_PER_INSTANCE, OWN_KEYS, PROMPT_TOKENS, cached_keys, info, long_prompt
+from bench.full_cache_fleet import (
+    KEYS_PER_INSTANCE,
+    OWN_KEYS,
+    PROMPT_TOKENS,
+    cached_keys,
+    info,
+    long_prompt,
+    prefix_length,
+)
 from bench.stack import ServerProcess
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, placement_pb2, placement_pb2_grpc
@@ -41,52 +49,57 @@ async def place() -> list[Figure]:
     keys = long_prompt()
     async with stack.router() as (address, served), open_channel(address) as channel:
         started = time.perf_counter()
-        agents = await _fill(channel, keys)
+        fleet = await _fill(channel, keys)
         resync = time.perf_counter() - started
         figures.append(
             Figure("resync_s", resync, "s", 5.0, "64 agents x 62,500 keys into an empty router; baseline is the goal")
         )
-        session = await _session(channel, agents, keys)
-        await _report_again(agents)
-        figures += await _latency(session, keys, "place_rpc", 0.5, 2.0)
+        session = await _session(channel, fleet, keys)
+        await fleet.report()
+        figures += await _latency(session, fleet, "place_rpc", 0.5, 2.0)
         figures.append(await _sent_keys(session, served, array("Q", keys)))
-        await _report_again(agents)
-        figures += await _rate(session, served)
-        for agent in agents:
+        await fleet.report()
+        figures += await _rate(session, fleet, served)
+        for agent in fleet.agents:
             agent.call.cancel()
     async with stack.router() as (address, served), open_channel(address) as channel:
-        agents = await _fill(channel, keys, MANY_INSTANCES, MANY_KEYS)
-        session = await _session(channel, agents, keys, MANY_KEYS)
+        fleet = await _fill(channel, keys, MANY_INSTANCES, MANY_KEYS)
+        session = await _session(channel, fleet, keys, MANY_KEYS)
         for tokens, goal, prompt in ((1_024, 500.0, None), (PROMPT_TOKENS, 1_000.0, keys)):
-            await _report_again(agents)
-            _, cpu_us = await _played(session, served, 600, tokens, prompt)
+            await fleet.report()
+            _, cpu_us = await _played(session, fleet, served, 600, tokens, prompt)
             note = (
                 f"{tokens:,}-token prompts on {MANY_INSTANCES:,} instances, {IN_FLIGHT} in flight; baseline is the goal"
             )
             figures.append(Figure(f"place_cpu_us_{MANY_INSTANCES}_{tokens // 1000}k", cpu_us, "us", goal, note))
-        figures.append(await _restart(session, channel, agents))
+        figures.append(await _restart(session, channel, fleet.agents))
     with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as (url, _):
         async with stack.router("--redis-url", url) as (address, _), open_channel(address) as channel:
-            agents = await _fill(channel, keys)
-            session = await _session(channel, agents, keys)
-            await _report_again(agents)
-            figures += await _latency(session, keys, "place_rpc_redis", None, None)
+            fleet = await _fill(channel, keys)
+            session = await _session(channel, fleet, keys)
+            await fleet.report()
+            figures += await _latency(session, fleet, "place_rpc_redis", None, None)
     return figures
 
 
 async def _latency(
-    session: Session, keys: list[int], name: str, goal50: float | None, goal99: float | None
+    session: Session, fleet: Fleet, name: str, goal50: float | None, goal99: float | None
 ) -> list[Figure]:
     times = []
     for number in range(ROUNDS):
         request = placement_pb2.PlacementRequest(
-            request_id=f"{name}{number}", model="m", input_tokens=PROMPT_TOKENS, keys=keys, session_id=f"s{number % 50}"
+            request_id=f"{name}{number}",
+            model="m",
+            input_tokens=PROMPT_TOKENS,
+            keys=fleet.prompt,
+            session_id=f"s{number % 50}",
         )
         message = placement_pb2.SessionRequest(place=request)
         started = time.perf_counter()
         await session.write(message)
-        await _placement(session)
+        placement = await _placement(session)
         times.append((time.perf_counter() - started) * 1e3)
+        fleet.computes(placement, fleet.prompt)
         finished = placement_pb2.Finished(request_id=f"{name}{number}", outcome=placement_pb2.OUTCOME_OK)
         await session.write(placement_pb2.SessionRequest(finished=finished))
     note = "64 instances x 62,500 keys, 130k-token prompt (8,125 keys), over Session; baseline is the goal"
@@ -122,8 +135,8 @@ async def _sent_keys(session: Session, served: ServerProcess, keys: array[int]) 
     return Figure("place_keys_us", cpu_us[len(keys)] - cpu_us[0], "us", cpu_us[0], note)
 
 
-async def _rate(session: Session, served: ServerProcess, count: int = 6_000) -> list[Figure]:
-    spent, cpu_us = await _played(session, served, count, 1_024)
+async def _rate(session: Session, fleet: Fleet, served: ServerProcess, count: int = 6_000) -> list[Figure]:
+    spent, cpu_us = await _played(session, fleet, served, count, 1_024)
     note = f"different 1k-token prompts, {IN_FLIGHT} in flight, 64 instances; "
     return [
         Figure("place_per_s", count / spent, "1/s", 3_000.0, f"{note}a core each for both ends; baseline is the goal"),
@@ -155,7 +168,7 @@ async def _restart(session: Session, channel: grpc.aio.Channel, agents: list[Rep
 
 
 async def _played(
-    session: Session, served: ServerProcess, count: int, tokens: int, prompt: list[int] | None = None
+    session: Session, fleet: Fleet, served: ServerProcess, count: int, tokens: int, prompt: list[int] | None = None
 ) -> tuple[float, float]:
     """Send `count` requests as a gateway does: IN_FLIGHT at a time, each with its first token and its end, in batches.
 
@@ -165,7 +178,7 @@ async def _played(
     rng = random.Random(1)
     batch_queue: BatchQueue[placement_pb2.SessionRequest] = BatchQueue()
     numbers = iter(range(count))
-    answers: dict[str, asyncio.Future[None]] = {}
+    answers: dict[str, asyncio.Future[placement_pb2.Placement]] = {}
 
     async def requests() -> None:
         for number in numbers:
@@ -174,7 +187,7 @@ async def _played(
             keys = prompt or [rng.getrandbits(64) for _ in range(tokens // 16)]
             request = placement_pb2.PlacementRequest(request_id=name, model="m", input_tokens=tokens, keys=keys)
             batch_queue.put(placement_pb2.SessionRequest(place=request))
-            await answer
+            fleet.computes(await answer, keys)
             first_token = placement_pb2.FirstToken(request_id=name)
             batch_queue.put(placement_pb2.SessionRequest(first_token=first_token), REPORT_DELAY_S)
             finished = placement_pb2.Finished(request_id=name, outcome=placement_pb2.OUTCOME_OK)
@@ -189,7 +202,7 @@ async def _played(
         left = count
         while left:
             for placement in await _placements(session):
-                answers.pop(placement.request_id).set_result(None)
+                answers.pop(placement.request_id).set_result(placement)
                 left -= 1
 
     started, cpu_before = time.perf_counter(), stack.cpu_s(*served.pids)
@@ -207,16 +220,14 @@ async def _played(
 Session: TypeAlias = Any
 
 
-async def _session(
-    channel: grpc.aio.Channel, agents: list[Report], keys: list[int], count: int = KEYS_PER_INSTANCE
-) -> Session:
+async def _session(channel: grpc.aio.Channel, fleet: Fleet, keys: list[int], count: int = KEYS_PER_INSTANCE) -> Session:
     """Open a gateway's stream, and confirm each instance's events by the answer to a prompt that only this instance has."""
     stub: Any = placement_pb2_grpc.PlacementServiceStub(channel)
     session = stub.Session()
     hello = placement_pb2.GatewayHello(gateway_id="bench", secret=secrets.token_bytes(16))
     await session.write(placement_pb2.SessionRequest(hello=hello))
-    await _report_again(agents)
-    for name in (info(number).instance_id for number in range(len(agents))):
+    await fleet.report()
+    for name in (info(number).instance_id for number in range(len(fleet.agents))):
         prompt = cached_keys(keys, int(name[1:]), count)[-OWN_KEYS:]
         request = placement_pb2.PlacementRequest(request_id=name, model="m", input_tokens=16 * len(prompt), keys=prompt)
         await session.write(placement_pb2.SessionRequest(place=request))
@@ -228,7 +239,7 @@ async def _session(
         await session.write(placement_pb2.SessionRequest(finished=finished))
     client, events = Client(channel), fleet_pb2.PREFIX_SOURCE_EVENTS
     while any(status.prefix_source != events for status in (await client.instances()).values()):
-        await _report_again(agents)
+        await fleet.report()
         await asyncio.sleep(0.05)
     return session
 
@@ -252,8 +263,8 @@ async def _placements(session: Session) -> list[placement_pb2.Placement]:
 
 async def _fill(
     channel: grpc.aio.Channel, keys: list[int], instances: int = INSTANCES, count: int = KEYS_PER_INSTANCE
-) -> list[Report]:
-    """Report `instances` with `count` keys each, and wait until the router has all of them; return their agents."""
+) -> Fleet:
+    """Report `instances` with `count` keys each, and wait until the router has all of them."""
     client = Client(channel)
     agents = [Report(client) for _ in range(instances)]
 
@@ -266,10 +277,34 @@ async def _fill(
     while True:
         known = await client.instances()
         if sum(status.state == fleet_pb2.INSTANCE_STATE_READY for status in known.values()) == instances:
-            return agents
+            return Fleet(agents, keys)
         await asyncio.sleep(0.02)
 
 
-async def _report_again(agents: list[Report]) -> None:
-    """Send a load report of every instance: the router ignores the keys of an instance that has not reported for a while."""
-    await asyncio.gather(*(agent.send(load=agent_pb2.Load(healthy=True, running=1, kv_usage=0.25)) for agent in agents))
+class Fleet:
+    """The agents of the instances that hold prefixes of `prompt`, and what their engines have computed since they reported."""
+
+    def __init__(self, agents: list[Report], prompt: list[int]) -> None:
+        self.agents, self.prompt = agents, prompt
+        self._held = [prefix_length(prompt, number) for number in range(len(agents))]
+        self._seqs = [0] * len(agents)
+        self._new: list[list[int]] = [[] for _ in agents]
+
+    def computes(self, placement: placement_pb2.Placement, keys: list[int]) -> None:
+        """Note that a prompt with these keys, `prompt` or one that has none in common with others, is computed."""
+        number = int(placement.step.instance.instance_id[1:])
+        if keys is self.prompt:
+            keys, self._held[number] = keys[self._held[number] :], len(keys)
+        self._new[number] += keys
+
+    async def report(self) -> None:
+        """Report the keys of all computed blocks and a load, as agents do all the time: the router stops to trust events that
+        tell of no block, and ignores the keys of an instance that has not reported for a while."""
+        load = agent_pb2.Load(healthy=True, running=1, kv_usage=0.25)
+        for number, keys in enumerate(self._new):
+            if keys:
+                self._seqs[number] += 1
+                added = agent_pb2.Delta(seq=self._seqs[number], tier=agent_pb2.TIER_DEVICE, added=keys)
+                await self.agents[number].send(delta=added)
+        self._new = [[] for _ in self.agents]
+        await asyncio.gather(*(agent.send(load=load) for agent in self.agents))

@@ -112,3 +112,20 @@ def test_prompts_of_instances_that_do_not_count_are_bounded_together() -> None:
     for number in range(1_000):
         learn(known, "d", [10_000 + number])
     assert sum(lengths(known, "abcd")) <= 100
+
+
+def test_a_fleet_that_begins_to_trust_its_events_has_nothing_swept() -> None:
+    prompts = ComputedPrompts()
+    prompts.learn("stays", range(10_000, 20_000), 20_000, counts=True)
+    for number in range(1_000):
+        keys = range(number * 100_000, number * 100_000 + 500)
+        prompts.learn(f"i{number}", keys, 20_000, counts=True)
+        assert prompts.count(f"i{number}") == 500
+        if number % 2:
+            prompts.set_counts(f"i{number}", False)
+        else:
+            prompts.drop(f"i{number}")
+        prompts.index.sweep()
+        assert not prompts.index.sweeping
+    assert len(prompts.index) == prompts.count("stays") == 10_000
+    prompts.check_invariants()

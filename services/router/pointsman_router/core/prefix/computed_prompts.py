@@ -22,6 +22,8 @@ from pointsman_router.core.prefix.exact_index import PrefixIndex
 # Maximum size of the prompts of all instances that do not count, in keys. A segment takes as much memory as SEGMENT_KEYS of them.
 MAX_KEYS = 4_000_000
 SEGMENT_KEYS = 64
+# Number of keys that are removed in less than a millisecond.
+FEW_KEYS = 2_000
 
 _NO_CHILDREN: Mapping[int, _Segment] = MappingProxyType({})
 
@@ -165,7 +167,7 @@ class ComputedPrompts:
         else:
             self._cost += tree.cost
             self._others.update(tree.order)
-            self.index.drop(instance_id)
+            self._drop_keys(tree)
             self._keep_to_maximum()
 
     def drop(self, instance_id: str) -> None:
@@ -175,7 +177,8 @@ class ComputedPrompts:
             self._cost -= tree.cost
             for segment in tree.order:
                 del self._others[segment]
-        self.index.drop(instance_id)
+        elif tree is not None:
+            self._drop_keys(tree)
 
     def keys_of(self, instance_id: str) -> set[int]:
         """Return all keys of an instance, for tests and dumps."""
@@ -205,6 +208,14 @@ class ComputedPrompts:
                 assert {child.keys[0]: child for child in segment.children.values()} == segment.children
                 assert all(child.parent is segment and child in tree.order for child in segment.children.values())
             assert all(segment.parent in tree.order or segment.parent is tree.root for segment in tree.order)
+
+    def _drop_keys(self, tree: _Tree) -> None:
+        """Drop an instance's keys from the index. A few are removed one by one: a fleet that begins to trust its events would
+        have the whole index swept again and again."""
+        if tree.size <= FEW_KEYS:
+            for segment in tree.order:
+                self.index.remove(segment.instance_id, segment.keys)
+        self.index.drop(tree.root.instance_id)
 
     def _keep_to_maximum(self) -> None:
         while self._cost > self._max_keys:

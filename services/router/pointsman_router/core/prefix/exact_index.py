@@ -171,7 +171,7 @@ class PrefixIndex:
         return gone + removed
 
     def drop(self, owner: str) -> None:
-        """Remove `owner` and all its keys. Mutates; O(1)."""
+        """Remove `owner` and all its keys. Mutates; O(1), and a part of a sweep unless it has no keys any more."""
         bit = self._bit_of.pop(owner, None)
         if bit is None:
             return
@@ -179,8 +179,8 @@ class PrefixIndex:
         self._sparse_bits &= ~bit
         slot = bit.bit_length() - 1
         del self._owner_of[slot]
-        del self._count[owner]
-        self._retired.add(slot)
+        if self._count.pop(owner):
+            self._retired.add(slot)
 
     def set_sparse(self, owner: str, sparse: bool) -> None:
         """Set whether `owner` is sparse; it stays so when it is dropped. Mutates."""
