@@ -3,7 +3,7 @@
 A short benchmark takes a minute or less, except `growth`: 260,000 requests, three to four minutes.
 
 The following benchmarks run only if they are named. `large_fleet` and `shortlist` take an hour each, `soak` half an hour,
-`outlive` one minute, `ill_engines` a quarter of an hour, `events`, `hostile` and `side_by_side` some minutes.
+`outlive` one minute, `ill_engines` a quarter of an hour, `events`, `hostile`, `profile` and `side_by_side` some minutes.
 `elastic`, `layerwise`, `layerwise_cpu`, `layerwise_cpu_long`, `layerwise_trace` and `report_age` take minutes each, most of them
 to start real engines.
 `http_lint` installs httplint; `h2load` needs Debian's nghttp2-client.
@@ -42,6 +42,7 @@ from bench.open_requests import open_request_bytes
 from bench.outlive import outlive
 from bench.picker import picker
 from bench.place import place
+from bench.profile import profile
 from bench.report_age import report_age
 from bench.scrapes import scrapes
 from bench.shortlist import shortlist
@@ -95,6 +96,7 @@ LONG: dict[str, Callable[[], object]] = {
         outlive,
         soak,
         side_by_side,
+        profile,
         hostile,
         ill_engines,
         http_lint,
