@@ -58,6 +58,7 @@ async def _beside(kind: str, gateway: stack.ServerProcess, turns_file: Path) -> 
     try:
         assert child.stdout is not None
         await child.stdout.readline()
+        alone = _peak_mb(pid)
         beside = await _ordinary(gateway.port, SECONDS)
         turn = await stack.longest_turn(pid, turns_file)
     finally:
@@ -79,8 +80,10 @@ async def _beside(kind: str, gateway: stack.ServerProcess, turns_file: Path) -> 
     figures.append(Figure(f"hostile_{kind}_peak_mb", after, "MB", before, note))
     if kind in BODIES:
         sent_mb = len(BODIES[kind]) * HOSTILE[kind][1] / 1e6
+        # Before ordinary clients go on: the tokens and sessions of their new prompts are kept, 5 MB in 10 s.
         note = f"memory for each byte of {HOSTILE[kind][1]} bodies of {len(BODIES[kind]) / 1e3:,.0f} kB: what the peak rose by"
-        figures.append(Figure(f"hostile_{kind}_memory_ratio", (after - before) / sent_mb, "x", None, note))
+        note += " while only these clients ran"
+        figures.append(Figure(f"hostile_{kind}_memory_ratio", (alone - before) / sent_mb, "x", None, note))
     return figures
 
 

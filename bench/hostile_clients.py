@@ -197,14 +197,14 @@ def _with_values(value: str, count: int) -> bytes:
     return f'{{"model":"m","messages":[{json.dumps(_SHORT)}],"max_tokens":1,"tools":[{tool}]}}'.encode()
 
 
-# Bodies that hostile clients send. `deep`: deeper than a gateway takes. `nested`: 29 KB, `repeated`: 230 KB, whose prompts under
-# MULTIPLYING have some 250 times as many characters. `quadratic`: some 2 million iterations under MULTIPLYING. `dense`: a body
+# Bodies that hostile clients send. `deep`: deeper than a gateway takes. `nested`: 28 KB, `repeated`: 200 KB, whose prompts under
+# MULTIPLYING have some 240 times as many characters. `quadratic`: some 2 million iterations under MULTIPLYING. `dense`: a body
 # whose values take about as much memory as a gateway accepts, `denser`: more. `compressed`: 1 MB, sent as 3 KB.
 BODIES = {
     "many_messages": _with_messages(100_000),
     "deep": _with_tools(5, 940, 1),
-    "nested": _with_tools(5, 118, 2_550),
-    "repeated": _with_tools(40, 118, 2_550),
+    "nested": _with_tools(5, 118, 2_400),
+    "repeated": _with_tools(12, 118, 8_000),
     "quadratic": _with_messages(2_000),
     "dense": _with_values('{"name":"a","one":"a value"}', 11_000),
     "denser": _with_values('{"a":{}}', 40_000),

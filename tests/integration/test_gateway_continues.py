@@ -218,6 +218,25 @@ async def test_an_answer_whose_ids_outgrow_the_memory_for_them_is_not_continued(
     assert budget.used == 0
 
 
+async def test_one_keys_answers_leave_memory_to_those_of_others(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("red:k1\nblue:k2\n")
+    async with stack(tmp_path, engine=TellingEngine, engines=1, api_keys_file=keys) as up:
+        engine = first(up)
+        engine.words, engine.words_before = WORDS, 20
+        budget = up.gateway._shared.continuations.kept
+        used, asking = list[int](), list[asyncio.Task[tuple[str, list[dict[str, Any]]]]]()
+        for key in ("k1", "k1", "k2"):
+            asking.append(asyncio.create_task(text_of(up, Authorization=f"Bearer {key}")))
+            await up.router.until(lambda: len(up.router.first_tokens) == len(asking))
+            used.append(budget.used)
+            budget.limit = used[0] * 5 // 2
+        assert used == [used[0], used[0], 2 * used[0]]
+        engine.go.set()
+        assert await asyncio.gather(*asking) == [("".join(WORDS), [])] * 3
+        assert budget.used == 0
+
+
 async def test_a_rank_of_the_server_that_is_left_may_take_the_rest(up: Stack) -> None:
     """The server works. Only a server that failed has taken its ranks with it."""
     asking = await begun(up)

@@ -120,3 +120,20 @@ async def test_whole_answers_have_a_budget_together(tmp_path: Path) -> None:
         await up.router.until(lambda: len(up.router.finished) == 5)
         assert not up.router.reserved
         writer.transport.abort()
+
+
+async def test_one_clients_whole_answers_leave_room_for_those_of_others(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("red:k1\nblue:k2\n")
+    async with gateway(tmp_path, max_buffered_answer_bytes=20 << 20, api_keys_file=keys) as (url, _):
+        reader, writer = await asked(url, 8 << 20, "Authorization: Bearer k1")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        async with aiohttp.ClientSession() as http:
+            for key, status in (("k1", 503), ("k2", 200)):
+                headers = {"Authorization": f"Bearer {key}"}
+                async with http.post(
+                    f"{url}/v1/chat/completions", json=CHAT | {"bulk": 8 << 20}, headers=headers
+                ) as answer:
+                    assert answer.status == status, key
+                    await answer.read()
+        writer.transport.abort()

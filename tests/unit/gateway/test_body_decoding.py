@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 from backports.zstd import compress as zstd
@@ -75,10 +76,15 @@ def test_a_bomb_is_refused_before_it_grows(encoding: str) -> None:
     assert sum(sizes) <= max(FREE_BYTES, MAX_RATIO * len(bomb)) < 8 << 20
 
 
-def test_a_zstd_frame_with_a_huge_window_is_refused() -> None:
-    # Magic number, no content size, a window of 2 GB.
-    with pytest.raises(UndecodableBody):
-        list(BodyDecoder("zstd").decode(bytes.fromhex("28b52ffd 00 a8") + bytes(100)))
+@pytest.mark.parametrize(
+    ("window", "taken"), [("68", True), ("70", False), ("a8", False)], ids=["8 MB", "16 MB", "2 GB"]
+)
+def test_a_zstd_frame_with_a_large_window_is_refused(window: str, taken: bool) -> None:
+    """The library's own limit is 128 MB."""
+    # Magic number, no content size, the window, and a last block of one byte.
+    frame = bytes.fromhex(f"28b52ffd 00 {window} 090000 61")
+    with nullcontext() if taken else pytest.raises(UndecodableBody):
+        assert list(BodyDecoder("zstd").decode(frame)) == [b"a"]
 
 
 def test_names_of_encodings() -> None:

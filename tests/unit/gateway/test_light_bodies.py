@@ -70,6 +70,15 @@ def test_what_takes_long_is_not(value: object) -> None:
     assert decode_light(json.dumps(value).encode()) is None
 
 
+@pytest.mark.parametrize("separators", [(",", ":"), None])
+def test_many_objects_are_not_decoded_in_vain(
+    monkeypatch: pytest.MonkeyPatch, separators: tuple[str, str] | None
+) -> None:
+    monkeypatch.setattr(decode_body, "_decoded_with_few_floats", lambda raw: pytest.fail("it was decoded"))
+    value = {"messages": [{"role": "user", "content": "a" * 40}] * LIGHT_OBJECTS}
+    assert decode_light(json.dumps(value, separators=separators).encode()) is None
+
+
 def test_numbers_are_what_they_are_without_the_limit() -> None:
     value = {"prompt": "a" * 40_000, "temperature": 0.7, "x": [-0.0, 1e-400, 1.5e300, 12345678901234567890.5]}
     assert decode_light(json.dumps(value).encode()) == value

@@ -180,7 +180,7 @@ BACKWARDS = """{% for m in messages[::-1] %}{% set at = (messages|length - 1) - 
 
 
 def test_the_length_of_a_list_costs_nothing() -> None:
-    body = {"messages": ASK * 3_000}
+    body = {"messages": ASK * 2_000}
     assert template(BACKWARDS).read(body, light_limits(0, len(json.dumps(body)), 0)).text
 
 

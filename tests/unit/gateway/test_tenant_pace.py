@@ -9,6 +9,7 @@ from pointsman_gateway.core.tenant_pace import TenantPace
 
 
 @example(per_s=5.0, at_once=2, pauses=[(0.0, "a"), (0.0, "a")])
+@example(per_s=5.0, at_once=1, pauses=[(0.0, "a"), (0.0, "b")])
 @given(
     per_s=st.floats(0.5, 100),
     at_once=st.integers(1, 20),

@@ -190,3 +190,14 @@ def test_events_are_collected_from_their_choices_on_and_up_to_a_limit() -> None:
     events.feed(chunk("c" * 400))
     assert events.texts is None
     assert not events.has_text
+
+
+def test_events_that_pass_whole_are_collected_up_to_the_limit_too() -> None:
+    events = SseFilter(Endpoint.CHAT, tells=True)
+    events.texts, events.texts_limit = bytearray(), 400
+    passed = b"%x\r\n%b\r\n" % (len(chunk("a")), chunk("a"))
+    for _ in range(2 + 400 // len(passed[passed.find(b'"choices"') :])):
+        assert events.texts is not None
+        assert events.pass_whole(passed) == passed
+    assert events.pass_whole(passed) == passed
+    assert events.texts is None

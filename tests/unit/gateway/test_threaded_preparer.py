@@ -8,10 +8,13 @@ import threading
 import weakref
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 from pointsman_gateway.core.tenants import ANYONE, Client
+from pointsman_gateway.core.tokens.render_budget import Unrenderable
 from pointsman_gateway.core.tokens.token_cache import TokenCache
-from pointsman_gateway.io.request.threaded_preparer import TURN_BYTES, ThreadedPreparer, _Threads
+from pointsman_gateway.io.request.threaded_preparer import COUNTED_BYTES, TURN_BYTES, ThreadedPreparer, _Threads
 from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
 
 
@@ -103,3 +106,34 @@ async def test_bodies_that_arrive_at_once_are_prepared_in_several_turns_of_the_l
         assert len(together) == 1 or sum(together) <= TURN_BYTES
     assert sorted(size for _, size in seen) == sorted(sizes)
     assert len({at for at, _ in seen}) < len(sizes)
+
+
+async def test_a_body_is_rendered_in_another_turn_of_the_loop_than_it_is_decoded() -> None:
+    """Each may take milliseconds."""
+    preparer = ThreadedPreparer(GatewayMetrics(cache := TokenCache(0)), cache)
+    turn, rendered = 0, list[int]()
+
+    class Rendering:
+        def prepare(self, *_: object, **__: object) -> None:
+            rendered.append(turn)
+            raise Unrenderable
+
+    call = SimpleNamespace(light=True, payload=b"x" * (COUNTED_BYTES + 1))
+    context: Any = SimpleNamespace(
+        call=call, client=ANYONE, state=SimpleNamespace(pool=SimpleNamespace(max_model_len=9))
+    )
+    tokenizer: Any = Rendering()
+
+    async def prepare() -> None:
+        await preparer.loop_turn(TURN_BYTES)  # as it is decoded
+        asyncio.get_running_loop().call_soon(next_turn)
+        with suppress(Unrenderable):
+            await preparer._tokens(context, tokenizer)
+
+    def next_turn() -> None:
+        nonlocal turn
+        turn += 1
+
+    await prepare()
+    preparer.close()
+    assert rendered == [1]

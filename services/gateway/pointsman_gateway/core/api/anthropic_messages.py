@@ -25,6 +25,7 @@ from pointsman_gateway.core.api.field_checks import (
     check_turns,
     invalid_parameter,
 )
+from pointsman_gateway.core.pauses import paced
 
 _COUNTED: Mapping[str, Rule] = {
     "thinking": OBJECT,
@@ -79,7 +80,7 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
     if system := _system_text(body.get("system")):
         messages.append({"role": "system", "content": system})
-    for turn in body["messages"]:
+    for turn in paced(body["messages"]):
         _convert_turn(turn, messages)
     chat: dict[str, Any] = {"messages": messages}
     if body.get("chat_template_kwargs") is not None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pointsman_gateway.core.api.errors import ApiRequestError
+from pointsman_gateway.core.pauses import pause
 
 # A request takes at most RATIO times the bytes of its body, and a small one as much as one of SMALL_BODY: the body, its decoded
 # values, what they are converted to, and the text of its prompt. MARGIN of it is for texts of which one character is not ASCII:
@@ -74,9 +75,13 @@ def decode_light(raw: bytes) -> Decoded | None:
     small, most = len(raw) <= PIECE_BYTES, _values_memory(len(raw))
     # translate() looks at each byte once: bytes.count() takes twice as long, and a search for each bracket longer in code.
     # An object with a field takes so much.
-    brackets = min(LIGHT_BRACKETS, most // (OBJECT_BYTES + 2 * STRING_BYTES))
-    if not small and (len(raw) > LIGHT_BYTES or len(raw.translate(None, _NO_BRACKETS)) > brackets):
-        return None
+    most_brackets = min(LIGHT_BRACKETS, most // (OBJECT_BYTES + 2 * STRING_BYTES))
+    if not small:
+        if len(raw) > LIGHT_BYTES or (brackets := len(raw.translate(None, _NO_BRACKETS))) > most_brackets:
+            return None
+        # In a text a quote has a backslash before it. Decoding so many objects in vain takes up to 10 ms.
+        if brackets > LIGHT_OBJECTS and raw.count(b'{"') > LIGHT_OBJECTS:
+            return None
     try:
         body = msgspec.json.decode(raw) if small else _decoded_with_few_floats(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, _ManyFloats):
@@ -205,6 +210,7 @@ def _decoded_list(items: list[msgspec.Raw], depth: int) -> list[Any]:
 
 
 def _together(items: list[msgspec.Raw]) -> list[Any]:
+    pause()
     # Decoding the items one by one takes twice as long.
     decoded: list[Any] = msgspec.json.decode(b"[" + b",".join(items) + b"]")
     return decoded
@@ -242,6 +248,7 @@ def _counted(raw: bytes, most: int) -> _Counts:
     """
     counts = _Counts()
     for start in range(0, len(raw), _WINDOW_BYTES):
+        pause()
         window = raw[start : start + _WINDOW_BYTES]
         counts.add(window, window.count(_QUOTE))
     if not counts.too_many and 2 * counts.memory <= most:
@@ -250,6 +257,7 @@ def _counted(raw: bytes, most: int) -> _Counts:
     outside = _Counts()
     in_string, carried = False, b""
     for start in range(0, len(raw), _WINDOW_BYTES):
+        pause()
         window = (carried + raw[start : start + _WINDOW_BYTES]).replace(rb"\\", b"")
         # The window ends with the first character of an escape; its second character is in the next window.
         carried = b"\\" if window.endswith(b"\\") else b""

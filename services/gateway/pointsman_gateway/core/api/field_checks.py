@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from pointsman_gateway.core.api.errors import ApiRequestError
+from pointsman_gateway.core.pauses import paced
 
 MAX_MODEL_NAME = 512
 
@@ -124,7 +125,7 @@ def check_turns(turns: object, param: str, *, content_needed: bool = False) -> N
     message without content is an error too."""
     if not isinstance(turns, list) or not turns:
         raise invalid_parameter(param, "a list with at least one message")
-    for at, turn in enumerate(turns):
+    for at, turn in enumerate(paced(turns)):
         if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
             raise invalid_parameter(f"{param}[{at}]", "an object with a role")
         content = turn.get("content")

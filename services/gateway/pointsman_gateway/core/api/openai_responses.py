@@ -22,6 +22,7 @@ from pointsman_gateway.core.api.field_checks import (
     check_fields,
     invalid_parameter,
 )
+from pointsman_gateway.core.pauses import paced
 
 _RULES: Mapping[str, Rule] = {
     **COMMON,
@@ -73,7 +74,7 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         messages.append({"role": "user", "content": given})
     else:
         turns: list[dict[str, Any]] = []
-        for item in given:
+        for item in paced(given):
             _convert(item, turns)
         messages += turns
     chat: dict[str, Any] = {"messages": messages}

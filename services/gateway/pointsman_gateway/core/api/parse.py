@@ -16,6 +16,7 @@ from pointsman_gateway.core.api.errors import ApiRequestError
 from pointsman_gateway.core.api.field_checks import check_model
 from pointsman_gateway.core.api.prompt_length import check_items
 from pointsman_gateway.core.api.sequences import count_answers, count_prompts
+from pointsman_gateway.core.pauses import ITEMS, pause
 
 # Fields that a client may not set, because they control the engine's internals (docs/security.md).
 FORBIDDEN_FIELDS = ("kv_transfer_params", "ec_transfer_params", "priority")
@@ -176,6 +177,8 @@ def estimated_tokens(call: ApiCall) -> int:
     )
     while rest:
         value = rest.pop()
+        if not len(rest) % ITEMS:
+            pause()
         if isinstance(value, str):
             length += len(value)
         elif isinstance(value, int):

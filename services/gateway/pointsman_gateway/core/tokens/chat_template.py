@@ -32,6 +32,7 @@ from pointsman_gateway.core.api.decode_body import (
     memory_of_json,
     too_deep,
 )
+from pointsman_gateway.core.pauses import paced
 from pointsman_gateway.core.tokens.render_budget import (
     MeteredEnvironment,
     RenderLimits,
@@ -197,7 +198,7 @@ class ChatTemplate:
     def _conversation(self, messages: list[Message], mark: str) -> list[Message]:
         if self.parts_as_dicts:
             hold(len(messages) * (2 * OBJECT_BYTES + LIST_BYTES))
-        done = [_normalise(message, self.parts_as_dicts, mark) for message in messages]
+        done = [_normalise(message, self.parts_as_dicts, mark) for message in paced(messages)]
         if any(message["role"] == "developer" for message in done) and not (
             '"developer"' in self._source or "'developer'" in self._source
         ):
@@ -247,7 +248,7 @@ def _normalise(message: Message, parts_as_dicts: bool, mark: str) -> Message:
 
 def _media(messages: list[Message]) -> Iterator[Message]:
     """Yield the parts that are media."""
-    for message in messages:
+    for message in paced(messages):
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
             if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in _MEDIA_TYPES:

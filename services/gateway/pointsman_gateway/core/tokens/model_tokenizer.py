@@ -36,9 +36,9 @@ log = structlog.get_logger()
 # many characters blocks the event loop for about 1 ms, and joining that many known pieces for about 0.5 ms.
 _INLINE_CHARS = 4 << 10
 _INLINE_PIECES = 4 << 10
-# Maximum number of characters of a piece. Encoding one takes 120 to 240 bytes of memory for each character, so a piece of more
-# than LARGE_PIECE_CHARS is encoded alone.
-_MAX_PIECE_CHARS = 8 << 20
+# Maximum number of characters of a piece. The library takes 120 to 330 bytes of memory for each byte of text while it encodes it,
+# which is in no budget. So a piece of more than LARGE_PIECE_CHARS is encoded alone, and none of more than these.
+MAX_PIECE_CHARS = 1 << 20
 LARGE_PIECE_CHARS = 1 << 18
 # Number of characters that are tokenised before the tokens are counted. A prompt that is too long is not tokenised further. The
 # library's results are read, and freed, with the interpreter lock: for so many characters that takes some 3 ms.
@@ -101,7 +101,7 @@ class PendingPrompt:
             len(piece) for text in texts for piece, ids in zip(text.pieces, text.found, strict=True) if ids is None
         ]
         self.missing_chars, self.longest_missing = sum(missing), max(missing, default=0)
-        if self.longest_missing > _MAX_PIECE_CHARS:
+        if self.longest_missing > MAX_PIECE_CHARS:
             raise Unrenderable(f"{self.longest_missing} characters without a place to cut them")
         self._pieces = sum(len(text.pieces) for text in texts)
 

@@ -27,12 +27,13 @@ import jinja2.runtime
 import jinja2.sandbox
 
 from pointsman_gateway.core.api.decode_body import memory_left
+from pointsman_gateway.core.pauses import ITEMS, pause
 
 # Limits of a rendering in a thread. Characters of a prompt, whatever the context: more than a body of the default maximum has.
 # A template that loops ten times over as many objects as a body may have takes 1.3 million steps.
 MAX_TEXT, MAX_STEPS = 1 << 25, 1 << 22
-# Limits of a rendering on the event loop, where it takes at most some 10 ms.
-LIGHT_TEXT, LIGHT_MADE, LIGHT_STEPS = 1 << 20, 1 << 23, 1 << 14
+# Limits of a rendering on the event loop, where it takes at most some 8 ms.
+LIGHT_TEXT, LIGHT_MADE, LIGHT_STEPS = 1 << 20, 1 << 23, 12 << 10
 # A text may pass through so many copies (concatenations, macros, filters) on its way to the prompt, on average.
 _COPIES = 16
 # Items of a list that are copied or compared in the time of one iteration.
@@ -201,6 +202,8 @@ def _take(value: object) -> None:
 def _step(_: jinja2.runtime.Context, value: object) -> None:
     meter = _current.meter
     meter.steps -= 1
+    if not meter.steps % ITEMS:
+        pause()
     if meter.steps < 0:
         meter.step()
 
@@ -252,6 +255,7 @@ def _tojson(
             meter.take(length)
         some.append(part)
         if len(some) == _PARTS:
+            pause()
             meter.step(_PARTS)
             if length <= meter.part:
                 joined.append("".join(some))

@@ -15,6 +15,7 @@ import structlog
 
 from pointsman_gateway.core.api import ApiCall, ClientRules, Endpoint, parse
 from pointsman_gateway.core.api.decode_body import Decoded
+from pointsman_gateway.core.pauses import set_pause
 from pointsman_gateway.core.request.prepare import RequestPreparer, Tokens
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.tenants import Client
@@ -30,6 +31,10 @@ _Made = TypeVar("_Made")
 # A body of more bytes waits for a turn of the event loop in which at most TURN_BYTES of such bodies are prepared, or it alone.
 # TURN_BYTES take some 6 ms.
 COUNTED_BYTES, TURN_BYTES = 32 << 10, 1 << 19
+# A thread that has worked for WORK_S lets the event loop have the interpreter. If that took longer than GIVEN_S the loop had
+# work, and the thread leaves it alone for REST_S more. Otherwise the two would have the interpreter in turns of SWITCH_S
+# (io/main.py), and each of the loop's turns would take twice as long.
+WORK_S, GIVEN_S, REST_S = 0.0005, 0.0002, 0.001
 
 
 class ThreadedPreparer:
@@ -114,6 +119,8 @@ class ThreadedPreparer:
         with self._telemetry.tokenize.time():
             if not call.light:
                 return await self._tokens_of_large(context, tokenizer)
+            if len(call.payload) > COUNTED_BYTES:
+                await self.loop_turn(len(call.payload))
             try:
                 pending = tokenizer.prepare(call, limit, light=True)
             except OverBudget:
@@ -140,12 +147,29 @@ class ThreadedPreparer:
         return await self._large_bodies.run(client, work)
 
 
+class GivesWay:
+    """The pause of a thread beside the event loop: rests if the loop has work."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __call__(self) -> None:
+        """Rest, if the thread has worked for WORK_S and the loop has work. Mutates."""
+        now = time.perf_counter()
+        if now - self._since < WORK_S:
+            return
+        time.sleep(1e-6)  # not 0, with which the thread often has the interpreter again before the loop wakes up
+        if time.perf_counter() - now > GIVEN_S:
+            time.sleep(REST_S)
+        self._since = time.perf_counter()
+
+
 class _Threads:
     """A fixed number of threads, at which clients take turns. An executor's own queue would keep the work, and the body, of a
     client that has disconnected."""
 
     def __init__(self, count: int, name: str) -> None:
-        self._executor = ThreadPoolExecutor(count, name)
+        self._executor = ThreadPoolExecutor(count, name, initializer=lambda: set_pause(GivesWay()))
         self._turns = FairTurns(count)
 
     def close(self) -> None:
