@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -311,6 +312,31 @@ async def test_a_router_goes_on_without_a_redis_cluster_that_is_away(tmp_path: P
             for number in range(3):
                 await asyncio.sleep(0.5)
                 assert (await session.place(f"r{number}")).degraded
+
+
+async def test_a_router_stops_though_the_client_of_sentinels_loses_the_cancellation() -> None:
+    """As asyncio.wait_for() does before Python 3.12 if it arrives as a write ends."""
+    address = RedisAddress(("redis://ignored/0",), (f"redis://127.0.0.1:{free_port()}",), "pointsman")
+    store: Any = RedisStore(
+        address, router_id="one", fleet="f", lease_s=1.0, settle_s=5.0, affinity_ttl_s=60.0,
+        on_event=lambda event: None, on_owners=lambda: None, snapshot=lambda pool: iter(()),
+        merge_config=lambda before, own, stored: stored or own,
+    )  # fmt: skip
+    calls = 0
+
+    async def moved() -> bool:
+        nonlocal calls
+        calls += 1
+        with contextlib.suppress(*[asyncio.CancelledError] * (calls == 1)):
+            await asyncio.Event().wait()
+        return False
+
+    store._servers.moved = moved
+    run = asyncio.create_task(store.run())
+    await eventually(lambda: calls, "the Sentinels are asked")
+    run.cancel()
+    await eventually(lambda: run.done() or calls > 1, "the store has stopped")
+    assert calls == 1
 
 
 async def test_the_epoch_after_redis_has_lost_its_data_is_higher_than_that_of_an_owner_cut_off(tmp_path: Path) -> None:
