@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -109,7 +110,7 @@ async def test_sentinels_with_their_own_password_name_the_new_master(tmp_path: P
     async with redis_pair(tmp_path) as pair:
         await pair.protect()
         auth = "sentinel auth-pass pointsman of-redis"
-        with sentinel(tmp_path, pair.ports[0], "of-sentinel", auth) as (port, _):
+        with sentinel(tmp_path, pair.ports[0], "of-sentinel", auth) as (port, sentinel_admin):
             settings: dict[str, Any] = {
                 "redis_url": "redis://:of-redis@ignored/0",
                 "redis_sentinels": f"redis://127.0.0.1:{free_port()},redis://:of-sentinel@127.0.0.1:{port}",
@@ -118,7 +119,7 @@ async def test_sentinels_with_their_own_password_name_the_new_master(tmp_path: P
             async with fleet_over(pair, tmp_path, **settings) as fleet:
                 async with fleet.traffic():
                     await asyncio.sleep(0.5)
-                    await fleet.lose_master()
+                    await fleet.lose_master(sentinel_admin)
                 fleet.check_epochs()
                 assert await pair.command(1, "HGET", "pointsman:{default:m}:lease", "id") == await fleet.owner()
 
@@ -154,13 +155,12 @@ async def test_a_failover_by_sentinel_is_followed_over_tls_by_users_with_few_per
                             sentinel_admin.sentinel_failover("pointsman")
                             pair.master = 1
                         else:
-                            await fleet.lose_master()
+                            await fleet.lose_master(sentinel_admin)
+
+                        stores: list[Any] = [server.router.store for server in fleet.routers.values()]
 
                         def told() -> bool:
-                            lines = [
-                                line for line in logs if line.get("server", "").startswith(f"{host}:{pair.ports[1]}")
-                            ]
-                            return len(lines) == len(fleet.routers)
+                            return all(store._server.startswith(f"{host}:{pair.ports[1]}") for store in stores)
 
                         await eventually(told, "each router tells of its new server")
                     fleet.check_epochs()
@@ -311,6 +311,31 @@ async def test_a_router_goes_on_without_a_redis_cluster_that_is_away(tmp_path: P
             for number in range(3):
                 await asyncio.sleep(0.5)
                 assert (await session.place(f"r{number}")).degraded
+
+
+async def test_a_router_stops_though_the_client_of_sentinels_loses_the_cancellation() -> None:
+    """As asyncio.wait_for() does before Python 3.12 if it arrives as a write ends."""
+    address = RedisAddress(("redis://ignored/0",), (f"redis://127.0.0.1:{free_port()}",), "pointsman")
+    store: Any = RedisStore(
+        address, router_id="one", fleet="f", lease_s=1.0, settle_s=5.0, affinity_ttl_s=60.0,
+        on_event=lambda event: None, on_owners=lambda: None, snapshot=lambda pool: iter(()),
+        merge_config=lambda before, own, stored: stored or own,
+    )  # fmt: skip
+    calls = 0
+
+    async def moved() -> bool:
+        nonlocal calls
+        calls += 1
+        with contextlib.suppress(*[asyncio.CancelledError] * (calls == 1)):
+            await asyncio.Event().wait()
+        return False
+
+    store._servers.moved = moved
+    run = asyncio.create_task(store.run())
+    await eventually(lambda: calls, "the Sentinels are asked")
+    run.cancel()
+    await eventually(lambda: run.done() or calls > 1, "the store has stopped")
+    assert calls == 1
 
 
 async def test_the_epoch_after_redis_has_lost_its_data_is_higher_than_that_of_an_owner_cut_off(tmp_path: Path) -> None:

@@ -88,8 +88,8 @@ def redis_server(
 def sentinel(
     folder: Path, master: int, own_password: str, *lines: str, tls: RedisTls | None = None
 ) -> Iterator[tuple[int, redis.Redis]]:
-    """Run a Sentinel that watches the master at this port under the name pointsman, by TLS under its host name. `lines`: more of
-    its configuration. Yield its port and an administrator's client."""
+    """Run a Sentinel that watches the master at this port under the name pointsman, by TLS under its host name. It fails over
+    only by command. `lines`: more of its configuration. Yield its port and an administrator's client."""
     port, config, host = free_port(), folder / "sentinel.conf", tls.host if tls else "127.0.0.1"
     settings = {
         "bind": "127.0.0.1",
@@ -99,8 +99,10 @@ def sentinel(
         "sentinel resolve-hostnames": "yes",
         "sentinel announce-hostnames": "yes",
         "sentinel monitor pointsman": f"{host} {master} 1",
-        "sentinel down-after-milliseconds pointsman": 500,
-        "sentinel failover-timeout pointsman": 5000,
+        # Longer than a test. On a busy machine a short time lets the Sentinel fail over before the test kills the master. And it
+        # never promotes a replica that lost its master more than ten times this before the Sentinel took note, as after a pause
+        # of its own of 2 s, which lets it do nothing for 30 s (tilt).
+        "sentinel down-after-milliseconds pointsman": 600_000,
     }
     config.write_text("\n".join([*(f"{name} {value}" for name, value in settings.items()), *lines, ""]))
     process = Process("sentinel", [_executable(tls), str(config), "--sentinel"], folder / "sentinel.log")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -129,13 +130,23 @@ class Fleet:
 
         return str(await eventually(known, "one router places"))
 
-    async def lose_master(self) -> None:
-        """Kill the master, and wait until a Sentinel has named the other server and the routers use it."""
+    async def lose_master(self, sentinel_admin: redis.Redis) -> None:
+        """Kill the master; once the routers go on without it, let the Sentinel name the other server, and wait until they use
+        it."""
         self.pair.processes[self.pair.master].kill()
         await eventually(self.degraded, "the routers go on without Redis")
         self.pair.master = 1 - self.pair.master
-        await eventually(lambda: self.pair.is_master(self.pair.master), "the Sentinel has named a new master")
-        await eventually(lambda: not self.degraded(), "no router is degraded", RETURN_S)
+
+        async def promoted() -> bool:
+            if await self.pair.is_master(self.pair.master):
+                return True
+            # Refused while a failover is in progress, and while the Sentinel has not heard of the replica for 5 s.
+            with contextlib.suppress(redis.ResponseError):
+                await asyncio.to_thread(sentinel_admin.sentinel_failover, "pointsman")
+            return False
+
+        await eventually(promoted, "the Sentinel has named a new master")
+        await eventually(lambda: not self.degraded(), "no router is degraded")
 
     def degraded(self) -> list[str]:
         """Return the routers that count Redis as away."""

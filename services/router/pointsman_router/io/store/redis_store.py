@@ -332,7 +332,9 @@ class RedisStore:
     async def _follow_sentinels(self) -> None:
         """Leave the server in use as soon as Sentinels name another one. After a planned failover the old master takes writes for
         ten seconds more, until a Sentinel makes it a replica, and a router that connects meanwhile is at the new one."""
-        while True:
+        task = asyncio.current_task()
+        assert task is not None
+        while not task.cancelling():  # a lost cancellation, as in _keep_pools()
             await asyncio.sleep(self._lease_s / 4)
             with contextlib.suppress(*REDIS_ERRORS):
                 if await self._servers.moved():
