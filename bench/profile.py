@@ -39,8 +39,8 @@ IDLE_S, SETTLE_S = 10.0, 5.0
 
 _FRAME = re.compile(r"^(?P<function>.*) \((?P<file>.*?)(:\d+)?\)$")
 _OWN = re.compile(r"pointsman_(?P<part>\w+)/(?P<module>.*)\.py$")
-# Innermost frames of threads that wait, which py-spy cannot tell from busy ones in native code. libc's own functions have no names:
-# the second pattern is a call from libc to libc, as waiting for a lock is.
+# Innermost frames of threads that wait, which py-spy cannot tell from busy ones in native code. The second pattern is a call from
+# libc to libc, whose functions have no names, as waiting for a lock is.
 _WAITS = re.compile(
     r"^(epoll_p?wait|p?poll|p?select|(clock_)?nanosleep|syscall|pthread_cond_(timed)?wait|sem_\w*wait) \(libc\b"
 )
