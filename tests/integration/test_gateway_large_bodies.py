@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
 from dataclasses import replace
@@ -164,6 +165,21 @@ async def test_what_a_template_multiplies_is_rendered_in_a_thread_up_to_the_cont
             assert limits.light is (thread == "loop")
             # Each text that a template writes is within the limit, and so is what was there before it.
             assert length <= 2 * limits.text
+
+
+async def test_large_bodies_wait_for_a_turn_of_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = list[int]()
+
+    async def noted(size: int) -> None:
+        waited.append(size)
+
+    async with stack(tmp_path) as up:
+        monkeypatch.setattr(up.gateway._preparer, "loop_turn", noted)
+        large = SMALL | {"padding": "x" * threaded_preparer.COUNTED_BYTES}
+        for body in (SMALL, large):
+            assert (await ask(up, PATH, body))[0] == 200
+    size = len(json.dumps(large))
+    assert waited == [size, size], "to be decoded, and to be rendered"
 
 
 async def test_only_so_many_large_bodies_are_decoded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pointsman_gateway.core.tenants import ANYONE, Client
+from pointsman_gateway.core.tokens.model_tokenizer import LARGE_PIECE_CHARS
 from pointsman_gateway.core.tokens.render_budget import Unrenderable
 from pointsman_gateway.core.tokens.token_cache import TokenCache
 from pointsman_gateway.io.request.threaded_preparer import COUNTED_BYTES, TURN_BYTES, ThreadedPreparer, _Threads
@@ -137,3 +138,26 @@ async def test_a_body_is_rendered_in_another_turn_of_the_loop_than_it_is_decoded
     await prepare()
     preparer.close()
     assert rendered == [1]
+
+
+async def test_a_large_piece_is_encoded_alone() -> None:
+    """By a thread of its own: it takes much memory."""
+    preparer = ThreadedPreparer(GatewayMetrics(cache := TokenCache(0)), cache)
+    names: list[str] = []
+
+    class Pending:
+        def __init__(self, longest: int) -> None:
+            self.longest_missing = longest
+
+        async def tokenize_by(self, run_in_thread: Any) -> None:
+            await run_in_thread(lambda: names.append(threading.current_thread().name))
+            raise Unrenderable
+
+    context: Any = SimpleNamespace(client=ANYONE)
+    for longest in (LARGE_PIECE_CHARS, LARGE_PIECE_CHARS + 1):
+        pending: Any = Pending(longest)
+        with suppress(Unrenderable):
+            await preparer._tokenized(context, pending)
+    preparer.close()
+    assert [name.partition("_")[0] for name in names] == ["tokenizing", "large-pieces"]
+    assert preparer._large_pieces._executor._max_workers == 1
