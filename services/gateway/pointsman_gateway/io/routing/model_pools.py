@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import structlog
@@ -19,6 +20,7 @@ from pointsman_gateway.core.tokens.token_cache import TokenCache
 from pointsman_gateway.io.engines.engine_client import Upstream, UpstreamError
 from pointsman_gateway.io.routing.pool_check import PoolCheck
 from pointsman_gateway.io.routing.tokenizer_check import first_difference
+from pointsman_gateway.io.routing.tokenizer_proof import prove
 from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
 from pointsman_gateway.io.tokenizer_files import (
     HubRules,
@@ -144,6 +146,12 @@ class ModelPools:
 
     def _publish(self, state: PoolState) -> None:
         self._telemetry.tokenizer_is_exact(state.pool.model, state.tokenizer_status is TokenizerStatus.EXACT)
+        if state.tokenizer is not None:
+            self._telemetry.tokenizer_is_fast(state.pool.model, state.tokenizer.is_fast)
+
+    def _publish_all(self) -> None:
+        for state in self._states.values():
+            self._publish(state)
 
     # Calls from checks (Tokenizers).
 
@@ -172,7 +180,7 @@ class ModelPools:
         if loading is None:
             pinned = self.is_pinned(source)
             hub = replace(self._hub, owners=()) if pinned else replace(self._hub, other_revision=True)
-            loading = self._loading[source, newest] = _load_aside(source, hub, newest, self._cache)
+            loading = self._loading[source, newest] = _load_aside(source, hub, newest, self._cache, self._publish_all)
             loading.add_done_callback(lambda _: self._loading.pop((source, newest)))
         try:
             async with asyncio.timeout(LOAD_S):
@@ -190,9 +198,12 @@ class ModelPools:
             return None
 
 
-def _load_aside(source: str, hub: HubRules, newest: bool, cache: TokenCache) -> asyncio.Future[ModelTokenizer]:
+def _load_aside(
+    source: str, hub: HubRules, newest: bool, cache: TokenCache, on_switch: Callable[[], None]
+) -> asyncio.Future[ModelTokenizer]:
     """Load the tokenizer of `source` in a separate daemon thread. A hub that never answers then blocks neither the threads that
-    tokenise nor the end of the process."""
+    tokenise nor the end of the process. The thread goes on with comparisons, and `on_switch` is called if there is a
+    difference."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[ModelTokenizer] = loop.create_future()
 
@@ -218,6 +229,10 @@ def _load_aside(source: str, hub: HubRules, newest: bool, cache: TokenCache) -> 
             failed = TokenizerNotFound(f"the tokenizer of {source!r} cannot be read: {type(error).__name__}")
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(tell, tokenizer, failed)
+            if tokenizer is not None and tokenizer.is_fast:
+                loaded, tokenizer = weakref.ref(tokenizer), None
+                if not prove(loaded):
+                    loop.call_soon_threadsafe(on_switch)
 
     threading.Thread(target=load, name="tokenizer", daemon=True).start()
     return found
