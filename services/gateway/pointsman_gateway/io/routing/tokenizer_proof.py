@@ -9,8 +9,8 @@ from weakref import ref
 from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman_gateway.core.tokens.tokenizer_probes import more_texts
 
-# Pause after a comparison by its CPU time: comparing takes a tenth of a core.
-PAUSE_SHARE = 9
+# Pause after a comparison by its CPU time: comparing takes a fiftieth of a core, for some minutes.
+PAUSE_SHARE = 49
 # Pause between comparisons of prompts, s.
 PROMPTS_S = 60.0
 
