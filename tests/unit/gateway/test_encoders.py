@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import threading
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -136,19 +137,28 @@ def test_the_background_compares_texts_and_then_prompts(wrong: ModelTokenizer, m
     monkeypatch.setattr("pointsman_gateway.io.routing.tokenizer_proof.more_texts", lambda _: iter(["first", "second"]))
     pauses: list[float] = []
 
-    def sleep(pause: float) -> None:
+    def wait(pause: float) -> bool:
         pauses.append(pause)
         if len(pauses) == 4:
             wrong.text("the points", add_special_tokens=False)
+        return False
 
-    assert prove(ref(wrong), sleep) is False
+    ended = threading.Event()
+    monkeypatch.setattr(ended, "wait", wait)
+    assert prove(ref(wrong), ended) is False
     assert not wrong.is_fast
     assert pauses[2:] == [60.0, 60.0]
 
 
 def test_the_background_ends_with_its_tokenizer() -> None:
     loaded = ref(model(tokenizer_families.qwen()))
-    assert prove(loaded, lambda _: None)
+    assert prove(loaded, threading.Event())
+
+
+def test_the_background_ends_when_it_is_told() -> None:
+    tokenizer, ended = model(tokenizer_families.qwen()), threading.Event()
+    ended.set()
+    assert prove(ref(tokenizer), ended)
 
 
 def test_a_failure_of_the_fast_library_switches_back(monkeypatch: pytest.MonkeyPatch) -> None:

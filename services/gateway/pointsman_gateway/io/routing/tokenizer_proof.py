@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
 from weakref import ref
 
 from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
@@ -15,9 +15,9 @@ PAUSE_SHARE = 49
 PROMPTS_S = 60.0
 
 
-def prove(loaded: ref[ModelTokenizer], sleep: Callable[[float], object] = time.sleep) -> bool:
+def prove(loaded: ref[ModelTokenizer], ended: threading.Event) -> bool:
     """Compare many texts, and then a part of a prompt each minute. Blocks until there is a difference, and returns False, or the
-    tokenizer is in use no longer."""
+    tokenizer is in use no longer or `ended` is set."""
     texts = None
     while (tokenizer := loaded()) is not None:
         if texts is None:
@@ -28,5 +28,6 @@ def prove(loaded: ref[ModelTokenizer], sleep: Callable[[float], object] = time.s
         del tokenizer
         if not equal:
             return False
-        sleep(PROMPTS_S if text is None else PAUSE_SHARE * (time.thread_time() - started))
+        if ended.wait(PROMPTS_S if text is None else PAUSE_SHARE * (time.thread_time() - started)):
+            break
     return True
