@@ -1,5 +1,5 @@
 """`python -m tests.virtual 0 200` runs the seeds 0 to 199. With one number it runs that seed and prints its story.
-Of many seeds, a router's own invariants are checked after every CHECK_EACH-th event, of one seed after every event.
+Of many seeds, a router's own invariants are checked after every CHECK_EACH-th event (loads not counted), of one after each.
 
 `alone 0 200` and `among 0 200` run seeds with ill engines, alone and among other faults.
 `measure` prints the costs measured on this machine. `forks` runs seeds on a large fleet that is built in full size.
@@ -15,7 +15,7 @@ from collections import Counter
 from tests.support.virtual.run import Ill, run
 from tests.virtual import forks, measure
 
-# The checks take a third of a run's time. What is violated seldom heals by itself within a few events.
+# The checks take a fifth of a run's time. What is violated seldom heals by itself within a few events.
 CHECK_EACH = 4
 
 

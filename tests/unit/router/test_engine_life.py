@@ -248,6 +248,18 @@ def test_streams_that_break_after_their_first_token_add_up_beside_others_that_en
     assert (ill.opened, ill.errors, ill.failures) == (0, 0, 0)
 
 
+def test_requests_that_every_engine_rejects_hide_no_breaks() -> None:
+    pool = PoolAnswers()
+    ill, well = EngineLife(pool), EngineLife(pool)
+    for number in range(5):
+        for other in range(4):
+            answers(well, f"w{number}-{other}")
+        well.errored(f"bad-{number}", 400, 0.0, SETTINGS)
+        breaks(ill, f"r{number}")
+    assert ill.opened
+    assert not well.opened
+
+
 def test_a_long_answer_on_trial_shows_by_its_bytes_that_answers_go_on() -> None:
     life = EngineLife()
     for number in range(3):

@@ -235,7 +235,7 @@ class EngineMonitor:
         if self._life.healthy is not self._was_healthy:
             self._was_healthy = self._life.healthy
             if self._life.healthy:
-                self._log.info("the engine answers again")
+                self._log.warning("the engine answers again")
             else:
                 self._log.warning("the engine does not answer", reason=self._life.problem)
         now = time.monotonic()
@@ -329,7 +329,7 @@ class EngineMonitor:
                 instance.cache_is_known()
         gpus = await asyncio.to_thread(self._sampler.sample, self._gpus) if self._gpus else []
         if self._failures >= LOAD_UNKNOWN_AFTER:
-            self._log.info("the engine's load is known again", failures=self._failures)
+            self._log.warning("the engine's load is known again", failures=self._failures)
         self._failures, self._scrape_problem = 0, ""
         for rank in self.instances:
             if (sample := scrape.ranks.get(rank)) is not None:

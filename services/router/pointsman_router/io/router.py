@@ -432,7 +432,8 @@ class Router:
     def _tell_life(self, changed: ev.LifeChanged) -> None:
         """Log and count that an instance was put out, or in, by what its requests show."""
         if not changed.out:
-            log.info("an instance answers again", instance=changed.instance_id, model=changed.pool)
+            # As loud as its being put out: whoever keeps only warnings must hear of both.
+            log.warning("an instance answers again", instance=changed.instance_id, model=changed.pool)
             return
         self.telemetry.put_out.labels(changed.pool, changed.cause).inc()
         log.warning(

@@ -9,7 +9,8 @@ pattern is the circuit breaker of Nygard, Release It!. An answer puts the engine
   another engine has not answered the same request, errors in a row are compared with what the pool's other engines answer
   meanwhile (`_unlikely`). An error that a second engine repeats, which works otherwise, is the request's own fault.
 - A stream that breaks after its first token is a failure and an error. First tokens, of it or of others, end no series of such
-  breaks: only an answer that ended well does, or a request on trial whose answer has gone on for `PROGRESS_S`.
+  breaks: only an answer that ended well does, or a request on trial whose answer has gone on for `PROGRESS_S`. Breaks are also
+  compared by themselves with those of others, so that requests which every engine rejects do not hide them.
 - An answer that has begun and stands still counts as a break, too. An engine that meanwhile sends nothing else, and by its own
   count generates nothing, is out at once. Words that parsers hold back stand still at all engines of the pool.
 - An engine that answers nothing, silent or not reached, gets one request at a time even where no other engine is left: a trial
@@ -66,6 +67,7 @@ class PoolAnswers:
 
     answers: int = 0
     errors: int = 0
+    breaks: int = 0  # those of the errors that are streams which broke after their first token
 
 
 class Wait(NamedTuple):
@@ -101,12 +103,13 @@ class EngineLife:
     streams: OrderedDict[str, Wait] = field(default_factory=OrderedDict)
     wholes: OrderedDict[str, Wait] = field(default_factory=OrderedDict)
     standing: set[str] = field(default_factory=set)  # the open requests whose answers have stood still
-    # The pool's answers and errors when this engine last answered.
+    # The pool's answers, errors and breaks when this engine last answered.
     _answers_before: int = 0
     _errors_before: int = 0
+    _breaks_before: int = 0
 
     def __post_init__(self) -> None:
-        self._answers_before, self._errors_before = self.pool.answers, self.pool.errors
+        self._begins_series()
 
     # ---- placements ----
 
@@ -185,7 +188,7 @@ class EngineLife:
         self.answers += 1
         self.answered_at = self.sign_at = now
         self.failures = self.errors = self.breaks = 0
-        self._answers_before, self._errors_before = self.pool.answers, self.pool.errors
+        self._begins_series()
         return self._closed() if self.opened else False
 
     def failed(self, request_id: str, now: float, settings: LifeSettings, cause: str = FAILURES) -> bool:
@@ -310,21 +313,27 @@ class EngineLife:
         self.failures = max(self.failures, settings.failures - 1)
         return self.failed(request_id, now, settings, cause)
 
+    def _begins_series(self) -> None:
+        pool = self.pool
+        self._answers_before, self._errors_before, self._breaks_before = pool.answers, pool.errors, pool.breaks
+
     def _broke(self) -> None:
         """Count an error in place of an answer that had begun."""
         self.breaks += 1
         self.errors += 1
+        self.pool.breaks += 1
         self.pool.errors += 1
         self.pool.answers -= 1
         self._answers_before -= 1
         self.status = 0
 
     def _unlikely(self) -> bool:
-        """Return whether the errors in a row would be most unlikely if the engine answered as the pool's others do."""
-        answers = max(self.pool.answers - self._answers_before, 0)
+        """Return whether the errors in a row would be most unlikely if the engine answered as the pool's others do; or its breaks
+        alone, if others' streams did not break: what engines reject before a first token makes no break likelier."""
+        answers = self.pool.answers - self._answers_before
         errors = self.pool.errors - self._errors_before - self.errors
-        # Laplace's estimate of the others' error rate: near 1 as long as they have answered nothing either.
-        return self.errors * log((max(errors, 0) + 1) / (answers + max(errors, 0) + 2)) < _LOG_UNLIKELY
+        breaks = self.pool.breaks - self._breaks_before - self.breaks
+        return _are_unlikely(self.errors, errors, answers) or _are_unlikely(self.breaks, breaks, answers)
 
     def _closed(self) -> bool:
         self.failures = self.errors = self.breaks = self.opened = 0
@@ -348,3 +357,10 @@ class EngineLife:
         if self.cause == UNREACHED:
             return f"{self.failures} requests in a row failed on it, the last without any answer"
         return f"{self.failures} requests in a row failed on it"
+
+
+def _are_unlikely(errors: int, of_others: int, answers: int) -> bool:
+    """Return whether `errors` in a row are most unlikely beside other engines' errors and answers."""
+    of_others, answers = max(of_others, 0), max(answers, 0)
+    # Laplace's estimate of the others' error rate: near 1 as long as they have answered nothing either.
+    return errors * log((of_others + 1) / (answers + of_others + 2)) < _LOG_UNLIKELY

@@ -752,7 +752,7 @@ class RedisStore:
         """End the degraded state: each pool's reservations are rewritten, and the sessions follow page by page."""
         self._degraded = self._returning = False
         self._server = self._servers.server
-        log.info("the shared store answers again", server=self._server)
+        log.warning("the shared store answers again", server=self._server)
         self._on_event(ev.StoreState(False))
 
     async def _give_back(self) -> None:
