@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from structlog.testing import capture_logs
 
 from pointsman_router.core import events_and_effects as ev
@@ -18,7 +20,7 @@ async def test_who_keeps_warnings_hears_that_an_instance_is_out_and_that_it_answ
 
 
 async def test_who_keeps_warnings_hears_that_the_store_is_away_and_that_it_answers_again() -> None:
-    store = Router(RouterSettings(router_id="r", redis_url="redis://none:1")).store
+    store: Any = Router(RouterSettings(router_id="r", redis_url="redis://none:1")).store
     with capture_logs() as logged:
         for _ in range(10):
             store._failures += 1
