@@ -15,13 +15,13 @@ import redis.asyncio
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_router.io.main import RouterServer
-from pointsman_router.io.telemetry.decision_log import DecidedLine, read_log
+from pointsman_router.io.telemetry.decision_log import DecidedLine, MalformedLine, read_log
 from tests.support.processes.process import Process
 from tests.support.processes.redis import RedisTls, redis_server
 from tests.support.processes.replicas import Gateway, keep_reporting
 from tests.support.router import running
 from tests.support.tcp_proxies import Link
-from tests.support.waiting import eventually
+from tests.support.waiting import WITHIN_S, eventually, until
 
 INSTANCES = 4
 # Time within which routers use Redis again once it serves, s.
@@ -179,13 +179,18 @@ class Fleet:
     def epochs(self) -> list[tuple[float, str, int]]:
         """Return the time, the router and the epoch of each decision whose placement a gateway received, in order of time."""
         received = {placement.decision_id for placement in self.placed}
-        found = []
-        for name in self.routers:
-            for _, line in read_log(self.folder / f"{name}.jsonl"):
-                if isinstance(line, DecidedLine) and line.decision.decision_id in received:
-                    found.append((line.unix_s, name, line.epoch))
-        assert len(found) == len(received)
-        return sorted(found)
+
+        def written() -> list[tuple[float, str, int]] | None:
+            found = []
+            # A thread writes the lines, so they may come later than the placements, and the last one in parts.
+            with contextlib.suppress(MalformedLine):
+                for name in self.routers:
+                    for _, line in read_log(self.folder / f"{name}.jsonl"):
+                        if isinstance(line, DecidedLine) and line.decision.decision_id in received:
+                            found.append((line.unix_s, name, line.epoch))
+            return found if len(found) == len(received) else None
+
+        return sorted(until(written, within_s=WITHIN_S, what="the decisions are in the routers' logs"))
 
     def check_epochs(self) -> None:
         """Check that no router placed once one of a higher epoch had."""
