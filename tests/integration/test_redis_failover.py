@@ -321,21 +321,30 @@ async def test_a_router_stops_though_the_client_of_sentinels_loses_the_cancellat
         on_event=lambda event: None, on_owners=lambda: None, snapshot=lambda pool: iter(()),
         merge_config=lambda before, own, stored: stored or own,
     )  # fmt: skip
-    calls = 0
+    ended: list[str] = []
+    asked, close = asyncio.Event(), store._servers.aclose
 
     async def moved() -> bool:
-        nonlocal calls
-        calls += 1
-        with contextlib.suppress(*[asyncio.CancelledError] * (calls == 1)):
-            await asyncio.Event().wait()
+        asked.set()
+        with contextlib.suppress(*[asyncio.CancelledError] * (not ended)):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("asking")
         return False
 
-    store._servers.moved = moved
+    async def aclose() -> None:
+        ended.append("connections")
+        await close()
+
+    store._servers.moved, store._servers.aclose = moved, aclose
     run = asyncio.create_task(store.run())
-    await eventually(lambda: calls, "the Sentinels are asked")
+    await asked.wait()
+    asked.clear()
     run.cancel()
-    await eventually(lambda: run.done() or calls > 1, "the store has stopped")
-    assert calls == 1
+    await eventually(lambda: run.done() or asked.is_set(), "the store has stopped")
+    assert run.done(), "the Sentinels are asked again"
+    assert ended == ["asking", "connections"], "a connection that is opened later is left open"
 
 
 async def test_the_epoch_after_redis_has_lost_its_data_is_higher_than_that_of_an_owner_cut_off(tmp_path: Path) -> None:

@@ -321,13 +321,16 @@ class RedisStore:
 
     async def run(self) -> None:
         """Keep ownership and write changes until cancelled, then release the pools."""
-        async with asyncio.TaskGroup() as tasks:
-            following = tasks.create_task(self._follow_sentinels()) if self._servers.has_sentinels else None
-            try:
-                await self._keep_pools()
-            finally:
-                if following is not None:
-                    following.cancel()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                following = tasks.create_task(self._follow_sentinels()) if self._servers.has_sentinels else None
+                try:
+                    await self._keep_pools()
+                finally:
+                    if following is not None:
+                        following.cancel()
+        finally:
+            await self._servers.aclose()
 
     async def _follow_sentinels(self) -> None:
         """Leave the server in use as soon as Sentinels name another one. After a planned failover the old master takes writes for
@@ -769,7 +772,6 @@ class RedisStore:
         with contextlib.suppress(*REDIS_ERRORS):
             keys = [self._fleet_keys[name] for name in ("replicas", "addresses", "replica_info", "joined")]
             await self._leave(keys=keys, args=[self._router_id])
-        await self._servers.aclose()
 
 
 def _read(value: str | bytes, kind: type[T]) -> T | None:
