@@ -17,13 +17,20 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from bench import stack
 from bench.figures import Figure
-from bench.rivals.process_cpu import cpu_s, descendants
-from tests.support.processes.pointsman import flag_words, pointsman_command, pointsman_process
+from bench.rivals.contenders import Part
+from bench.rivals.process_cpu import cpu_s
+from bench.rivals.running import RunningRouter
+from tests.support.processes.pointsman import (
+    flag_words,
+    plane_process,
+    pointsman_command,
+    pointsman_process,
+    wait_until_it_serves,
+)
 from tests.support.processes.process import Process, free_port
 
 ENGINES, SPEEDUP = 4, 8.0
@@ -70,11 +77,13 @@ def _trial(folder: Path, apart: bool) -> list[Figure]:
         ports = [free_port() for _ in range(ENGINES)]
         for port in ports:
             flags = EMULATED | {"port": port, "log_level": "warning"}
-            _run(running, pointsman_process(f"engine-{port}", folder, "emulate", *flag_words(flags)), "emulated engine")
-        url, processes = (_apart if apart else _together)(
-            running, folder, [f"http://127.0.0.1:{port}" for port in ports]
-        )
-        pids = {name: process_id for process in processes for name, process_id in _parts(process).items()}
+            engine = pointsman_process(f"engine-{port}", folder, "emulate", flags=flags)
+            engine.start()
+            running.callback(engine.kill)
+            engine.wait_ready(lambda log=engine.log: "emulated engine" in log.read_text(), within_s=READY_S)  # type: ignore[misc]
+        url, processes = (_apart if apart else _together)(running, folder, ports)
+        router = RunningRouter(url, [(Part(process.name, process.argv), process) for process in processes])
+        pids = {name: found[0] for name, found in router.processes().items() if name != "up"}
         before = {name: cpu_s([pid]) for name, pid in pids.items()}
         with _sampled(pids, folder) as samples:
             _replay(trace, url, folder)
@@ -91,44 +100,29 @@ def _trial(folder: Path, apart: bool) -> list[Figure]:
     return figures
 
 
-def _together(running: contextlib.ExitStack, folder: Path, engines: Sequence[str]) -> tuple[str, list[Process]]:
+def _together(running: contextlib.ExitStack, folder: Path, ports: Sequence[int]) -> tuple[str, list[Process]]:
     listen = f"127.0.0.1:{free_port()}"
-    flags = {
-        "engine": engines, "listen": listen, "router-listen": f"127.0.0.1:{free_port()}", "router-metrics": "",
-        "agent-metrics": "", "console": "", "state-dir": folder / "agent",
-    }  # fmt: skip
-    up = pointsman_process("up", folder, "up", *flag_words(flags))
-    return f"http://{listen}", [_run(running, up, "OpenAI API")]
+    plane = plane_process(folder, listen, f"127.0.0.1:{free_port()}", ports)
+    plane.start()
+    running.callback(plane.kill)
+    wait_until_it_serves(plane, READY_S)
+    return f"http://{listen}", [plane]
 
 
-def _apart(running: contextlib.ExitStack, folder: Path, engines: Sequence[str]) -> tuple[str, list[Process]]:
-    listen, router_at = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-    router = pointsman_process("router", folder, "router", *flag_words({"listen": router_at, "metrics-listen": ""}))
-    agent_flags = {"engines": engines, "routers": router_at, "state-dir": folder / "agent", "metrics-listen": ""}
-    agent = pointsman_process("agent", folder, "agent", *flag_words(agent_flags))
-    gateway_flags = {"listen": listen, "routers": router_at}
-    gateway = pointsman_process("gateway", folder, "gateway", *flag_words(gateway_flags))
-    for process in (router, agent, gateway):
-        _run(running, process, "")
-    asyncio.run(stack.wait_until_ready(int(listen.rpartition(":")[2])))
-    return f"http://{listen}", [router, agent, gateway]
-
-
-def _run(running: contextlib.ExitStack, process: Process, said: str) -> Process:
-    process.start()
-    running.callback(process.kill)
-    process.wait_ready(lambda: said in process.log.read_text(), within_s=READY_S)
-    return process
-
-
-def _parts(process: Process) -> dict[str, int]:
-    """Return the services that a process runs, each in a process of its own, and their process ids."""
-    found = {}
-    for pid in descendants(process.pid):
-        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        found.update({command: pid for module, command in pairwise(words) if module == "pointsman_cli.main"})
-    found.pop("up", None)
-    return found
+def _apart(running: contextlib.ExitStack, folder: Path, ports: Sequence[int]) -> tuple[str, list[Process]]:
+    port, router_at = free_port(), f"127.0.0.1:{free_port()}"
+    engines = [f"http://127.0.0.1:{engine}" for engine in ports]
+    of_part: dict[str, dict[str, object]] = {
+        "router": {"listen": router_at, "metrics_listen": ""},
+        "agent": {"engines": engines, "routers": router_at, "state_dir": folder / "agent", "metrics_listen": ""},
+        "gateway": {"listen": f"127.0.0.1:{port}", "routers": router_at},
+    }
+    processes = [pointsman_process(part, folder, part, flags=flags) for part, flags in of_part.items()]
+    for process in processes:
+        process.start()
+        running.callback(process.kill)
+    asyncio.run(stack.wait_until_ready(port))
+    return f"http://127.0.0.1:{port}", processes
 
 
 def _replay(trace: Path, url: str, folder: Path) -> None:
@@ -149,11 +143,14 @@ def _sampled(pids: Mapping[str, int], folder: Path) -> Iterator[dict[str, Path]]
         )
         for name, pid in pids.items()
     ]  # fmt: skip
-    yield files
-    for sampler in samplers:
-        sampler.send_signal(signal.SIGINT)
-    for name, sampler in zip(pids, samplers, strict=True):
-        if sampler.wait(timeout=READY_S):
+    try:
+        yield files
+    finally:
+        for sampler in samplers:
+            sampler.send_signal(signal.SIGINT)
+        ended = [sampler.wait(timeout=READY_S) for sampler in samplers]
+    for name, status in zip(pids, ended, strict=True):
+        if status:
             raise RuntimeError(f"no samples of {name}: py-spy may trace no processes of this user")
 
 
