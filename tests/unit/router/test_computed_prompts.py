@@ -72,7 +72,7 @@ class Prompts(RuleBasedStateMachine):
     @rule(words=WORDS)
     def look_up(self, words: Words) -> None:
         keys = keys_of(words)
-        for name, count in self.known.leading_blocks(keys, "ab").items():
+        for name, count in self.known.index.leading_blocks(keys, "ab").items():
             held = next((at for at, key in enumerate(keys) if key not in self.used[name]), len(keys))
             assert count == (held if self.counts[name] else 0)
 

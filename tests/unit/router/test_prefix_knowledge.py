@@ -351,10 +351,10 @@ def test_use_renews_an_approximate_belief() -> None:
     known.learn("a", [11, 12, 13], 6, counts=True)
     known.learn("a", [1, 2, 3], 6, counts=True)
     known.learn("a", [21, 22], 6, counts=True)
-    assert known.leading_blocks([1, 2, 3], ["a"]) == {"a": 3}
-    assert known.leading_blocks([11, 12, 13], ["a"]) == {"a": 1}
+    assert known.index.leading_blocks([1, 2, 3], ["a"]) == {"a": 3}
+    assert known.index.leading_blocks([11, 12, 13], ["a"]) == {"a": 1}
     known.learn("a", list(range(100, 110)), 6, counts=True)
-    assert known.leading_blocks(list(range(100, 110)), ["a"]) == {"a": 6}
+    assert known.index.leading_blocks(list(range(100, 110)), ["a"]) == {"a": 6}
     known.check_invariants()
 
 

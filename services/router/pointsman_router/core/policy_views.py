@@ -302,6 +302,7 @@ class FleetViewBuilder:
         return why
 
     def _snapshots(self, members: Sequence[InstanceRecord], now: float) -> list[CandidateSnapshot]:
+        # Here and in _shortlist(), a call for each instance would cost more than the rest.
         return [
             snapshot
             if (snapshot := record.candidate_snapshot) is not None and snapshot.since <= now < snapshot.until

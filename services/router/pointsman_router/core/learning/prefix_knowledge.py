@@ -38,7 +38,6 @@ class PrefixMatches(NamedTuple):
 
 
 _NOTHING = PrefixMatches({}, {})
-_NONE_KNOWN: Mapping[str, int] = MappingProxyType({})
 # Maximum number of block keys assumed on an instance without KV events whose KV capacity is unknown.
 ASSUMED_CAPACITY_KEYS = 16_384
 # An agent is silent if it sent no message for SILENT_INTERVALS of its report intervals, and for LEAST_SILENCE_S seconds.
@@ -102,17 +101,16 @@ class PrefixKnowledge:
             return _NOTHING
         events = PrefixSource.EVENTS
         exact = [candidate.instance_id for candidate in candidates if candidate.prefix_source is events]
-        learned: dict[str, int] = {}
+        placed, learned = self.computed_prompts.index, dict[str, int]()
         if len(exact) < len(candidates):
             assumed = [
                 candidate.instance_id for candidate in candidates if candidate.prefix_source is PrefixSource.APPROXIMATE
             ]
-            placed = self.computed_prompts.index
-            learned = placed.leading_blocks(keys, assumed, known.get(placed, _NONE_KNOWN), session)
+            learned = placed.leading_blocks(keys, assumed, known.get(placed, {}), session)
             exact += [instance_id for instance_id in assumed if self._is_credible(instance_id)]
         if self._doubted:
-            learned |= self.computed_prompts.leading_blocks(keys, self._doubted.intersection(exact))
-        blocks = self.index.leading_blocks(keys, exact, known.get(self.index, _NONE_KNOWN), session)
+            learned |= placed.leading_blocks(keys, self._doubted.intersection(exact))
+        blocks = self.index.leading_blocks(keys, exact, known.get(self.index, {}), session)
         further = self.provisional.reach(keys, blocks)
         provisional = {instance_id: reach - blocks[instance_id] for instance_id, reach in further.items()}
         blocks |= further

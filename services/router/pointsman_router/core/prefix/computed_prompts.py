@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from pointsman_router.core.prefix.exact_index import PrefixIndex
@@ -112,10 +112,6 @@ class ComputedPrompts:
     def count(self, instance_id: str) -> int:
         """Return how many keys an instance that counts is assumed to hold; 0 if it does not count."""
         return self.index.count(instance_id)
-
-    def leading_blocks(self, keys: Sequence[int], instance_ids: Iterable[str]) -> dict[str, int]:
-        """Return for each instance how many of `keys`, counted from the first, it is assumed to hold. Changes nothing."""
-        return self.index.leading_blocks(keys, instance_ids)
 
     def learn(self, instance_id: str, keys: Sequence[int], capacity: int, *, counts: bool) -> int:
         """Record that `keys`, those of a prompt from its first block on, were just used on an instance that can hold `capacity`

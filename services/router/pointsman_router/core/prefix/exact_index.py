@@ -214,7 +214,7 @@ class PrefixIndex:
     ) -> dict[str, int]:
         """Return for each of `owners` how many of `keys`, counted from the first, it has cached. `known`: what an earlier call of
         `runs` found for some owners; they are not looked up again. `session`: a name that prompts share that begin alike; the
-        next of them takes fewer look-ups. Changes nothing else."""
+        next of them takes fewer look-ups. Mutates only what is remembered for that."""
         blocks = dict.fromkeys(owners, 0)
         if not self._sparse_bits and not (keys and (first := keys[0]) in self._masks[first & _SHARD]):
             return blocks  # Nobody has the first block, as of most new prompts.
