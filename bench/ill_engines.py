@@ -41,8 +41,14 @@ async def ill_engines() -> list[Figure]:
     outcomes = await run(WAYS, Services())
     Console(width=200).print(table(outcomes))
     return [
-        Figure(f"{one.way}, {one.pool}: failed or refused", one.failed + one.refused, "requests", None, _measured(one))
-        for one in outcomes
+        Figure(
+            f"{outcome.way}, {outcome.pool}: failed or refused",
+            outcome.failed + outcome.refused,
+            "requests",
+            None,
+            _measured(outcome),
+        )
+        for outcome in outcomes
     ]
 
 
@@ -58,9 +64,13 @@ async def run(ways: Sequence[Way], services: Services, save: Path | None = None)
             known, _ = await fleet.doctor()
             for way in ways:
                 found = await _one(way, fleet)
-                for one in found:
-                    one.doctor = [said for said in one.doctor if said not in known[one.pool]]
-                    print(f"{one.way}, {one.pool}: {_measured(one)}; {one.said}", file=sys.stderr, flush=True)
+                for outcome in found:
+                    outcome.doctor = [said for said in outcome.doctor if said not in known[outcome.pool]]
+                    print(
+                        f"{outcome.way}, {outcome.pool}: {_measured(outcome)}; {outcome.said}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 outcomes += found
                 if save is not None:
                     _save(save, found)
@@ -87,9 +97,9 @@ async def _one(way: Way, fleet: IllFleet) -> list[Outcome]:
         outcomes = [Outcome(way.name, model, ended - begun) for model in ENGINES]
         while time.monotonic() < ended + BACK_S:
             await asyncio.sleep(POLL_S)
-            for one in outcomes:
-                _see(one, fleet, begun, last, ended)
-            back = all(one.out_s is None or one.back_s is not None for one in outcomes)
+            for outcome in outcomes:
+                _see(outcome, fleet, begun, last, ended)
+            back = all(outcome.out_s is None or outcome.back_s is not None for outcome in outcomes)
             if back and time.monotonic() > ended + AFTER_S:
                 break
         until = time.monotonic()
@@ -97,36 +107,36 @@ async def _one(way: Way, fleet: IllFleet) -> list[Outcome]:
         try:
             await fleet.settled()
         except AssertionError:
-            for one in outcomes:
-                one.late = True
+            for outcome in outcomes:
+                outcome.late = True
             await fleet.restart_services()
             await fleet.settled()
-    for one in outcomes:
-        one.count([sent for sent in fleet.sent if sent.at < until])
+    for outcome in outcomes:
+        outcome.count([sent for sent in fleet.sent if sent.at < until])
         # Each request at the proxy counts: a retry of a request that another engine answered, too.
-        of_half = sum(sent.pool == one.pool and half <= sent.at < last for sent in fleet.sent)
-        one.share = min((reached[one.pool] - before[one.pool]) / max(of_half, 1), 1.0)
-        outs = [listed for listed in fleet.listed[one.pool] if begun <= listed.at < last and listed.out]
-        now = said[one.pool]
-        one.said = fleet.plain(
+        of_half = sum(sent.pool == outcome.pool and half <= sent.at < last for sent in fleet.sent)
+        outcome.share = min((reached[outcome.pool] - before[outcome.pool]) / max(of_half, 1), 1.0)
+        outs = [listed for listed in fleet.listed[outcome.pool] if begun <= listed.at < last and listed.out]
+        now = said[outcome.pool]
+        outcome.said = fleet.plain(
             ", then ".join(dict.fromkeys(listed.words for listed in [*([] if now.out else outs[:1]), now]))
         )
-        one.doctor, one.doctor_status = doctor[one.pool], status
+        outcome.doctor, outcome.doctor_status = doctor[outcome.pool], status
     return outcomes
 
 
-def _see(one: Outcome, fleet: IllFleet, begun: float, last: float, ended: float) -> None:
+def _see(outcome: Outcome, fleet: IllFleet, begun: float, last: float, ended: float) -> None:
     """Fill in when the engine was out, before the illness began to end at `last`, and back: the router lists it as in, and it has
     answered."""
-    outs = [listed.at for listed in fleet.listed[one.pool] if begun <= listed.at < last and listed.out]
+    outs = [listed.at for listed in fleet.listed[outcome.pool] if begun <= listed.at < last and listed.out]
     if not outs:
         return
-    one.out_s = outs[0] - begun
-    ins = [listed.at for listed in fleet.listed[one.pool] if listed.at >= ended and not listed.out]
-    name = fleet.ids[one.pool]
+    outcome.out_s = outs[0] - begun
+    ins = [listed.at for listed in fleet.listed[outcome.pool] if listed.at >= ended and not listed.out]
+    name = fleet.ids[outcome.pool]
     answers = [sent.ended for sent in fleet.sent if sent.ok and sent.instance == name and sent.ended >= ended]
     if ins and answers:
-        one.back_s = max(min(ins), min(answers)) - ended
+        outcome.back_s = max(min(ins), min(answers)) - ended
 
 
 # ---- what is shown ----
@@ -136,31 +146,39 @@ def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
-def _lost(one: Outcome) -> str:
-    return f"{one.failed} + {one.refused} of {one.requests}"
+def _lost(outcome: Outcome) -> str:
+    return f"{outcome.failed} + {outcome.refused} of {outcome.requests}"
 
 
-def _times(one: Outcome) -> str:
-    if one.out_s is None:
+def _times(outcome: Outcome) -> str:
+    if outcome.out_s is None:
         return "stays in"
-    return f"{one.out_s:.1f}, {'not' if one.back_s is None else _seconds(one.back_s)}"
+    return f"{outcome.out_s:.1f}, {'not' if outcome.back_s is None else _seconds(outcome.back_s)}"
 
 
-def _measured(one: Outcome) -> str:
+def _measured(outcome: Outcome) -> str:
     """Return everything that was measured as one line."""
-    reasons = ", ".join(f"{count} {why}" for why, count in sorted(one.reasons.items()))
+    reasons = ", ".join(f"{count} {why}" for why, count in sorted(outcome.reasons.items()))
     return (
-        f"{_lost(one)} ({reasons or 'none'}); out {_seconds(one.out_s)} s, back {_seconds(one.back_s)} s; "
-        f"{one.share:.0%} reach it{'; fleet started anew' if one.late else ''}; doctor ({one.doctor_status}): "
-        f"{' | '.join(one.doctor) or 'nothing'}"
+        f"{_lost(outcome)} ({reasons or 'none'}); out {_seconds(outcome.out_s)} s, back {_seconds(outcome.back_s)} s; "
+        f"{outcome.share:.0%} reach it{'; fleet started anew' if outcome.late else ''}; doctor ({outcome.doctor_status}): "
+        f"{' | '.join(outcome.doctor) or 'nothing'}"
     )
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
     """Return a table with a row for each way and pool."""
     shown = Table("way", "pool", "failed + refused", "out, back s", "share", "console", "doctor", box=None)
-    for one in outcomes:
-        shown.add_row(one.way, one.pool, _lost(one), _times(one), f"{one.share:.0%}", one.said, " | ".join(one.doctor))
+    for outcome in outcomes:
+        shown.add_row(
+            outcome.way,
+            outcome.pool,
+            _lost(outcome),
+            _times(outcome),
+            f"{outcome.share:.0%}",
+            outcome.said,
+            " | ".join(outcome.doctor),
+        )
     return shown
 
 
@@ -175,17 +193,18 @@ def _row(*cells: str) -> str:
 
 def _sum(outcomes: Sequence[Outcome]) -> str:
     """Return what was lost in pools of three, all ways together."""
-    threes = [one for one in outcomes if one.pool == THREES]
-    lost = [one.failed + one.refused for one in threes]
-    return f"{sum(lost)} of {sum(one.requests for one in threes):,} requests lost, none in {lost.count(0)} of {len(lost)} ways"
+    threes = [outcome for outcome in outcomes if outcome.pool == THREES]
+    lost = [outcome.failed + outcome.refused for outcome in threes]
+    requests = sum(outcome.requests for outcome in threes)
+    return f"{sum(lost)} of {requests:,} requests lost, none in {lost.count(0)} of {len(lost)} ways"
 
 
 def page(outcomes: Sequence[Outcome], before: Sequence[Outcome] = ()) -> str:
     """Return docs/ill_engines.md. `before`: the same ways at an older version."""
     by_way: dict[str, dict[str, Outcome]] = {}
-    for one in outcomes:
-        by_way.setdefault(one.way, {})[one.pool] = one
-    older = {(one.way, one.pool): one for one in before}
+    for outcome in outcomes:
+        by_way.setdefault(outcome.way, {})[outcome.pool] = outcome
+    older = {(outcome.way, outcome.pool): outcome for outcome in before}
     text = INTRODUCTION + "\n"
     if before:
         text += f"An ill engine of three: {_sum(outcomes)}; with 0.2.0 {_sum(before)}.\n\n"
@@ -240,7 +259,7 @@ def saved(file: Path) -> list[Outcome]:
 def _save(file: Path, outcomes: Sequence[Outcome]) -> None:
     """Write outcomes in the order of WAYS. Those of ways that were not run this time are kept."""
     old = saved(file) if file.exists() else []
-    rows = {(one.way, one.pool): asdict(one) for one in (*old, *outcomes)}
+    rows = {(outcome.way, outcome.pool): asdict(outcome) for outcome in (*old, *outcomes)}
     names = [(way.name, pool) for way in WAYS for pool in ENGINES]
     file.write_text("".join(f"{json.dumps(rows[name])}\n" for name in names if name in rows))
 

@@ -450,7 +450,7 @@ class Outcome:
 
     def count(self, sent: Sequence[Sent]) -> None:
         """Count the requests of this pool."""
-        mine = [one for one in sent if one.pool == self.pool]
-        outcomes = Counter(one.outcome for one in mine)
+        mine = [request for request in sent if request.pool == self.pool]
+        outcomes = Counter(request.outcome for request in mine)
         self.requests, self.failed, self.refused = len(mine), outcomes["failed"], outcomes["refused"]
-        self.reasons = dict(Counter(one.why for one in mine if not one.ok))
+        self.reasons = dict(Counter(request.why for request in mine if not request.ok))

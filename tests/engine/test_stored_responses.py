@@ -187,7 +187,7 @@ def test_a_response_that_went_on_elsewhere_is_not_stored(fleet: ControlPlane, ga
             max_output_tokens=2_000,
             temperature=0,
         )
-        engine = next(one for one in fleet.engines if one.instance_id == raw.headers["x-pointsman-instance"])
+        engine = next(member for member in fleet.engines if member.instance_id == raw.headers["x-pointsman-instance"])
         for number, event in enumerate(raw.parse()):
             if number == 10 and how == "killed":
                 killed(fleet, engine)
@@ -197,7 +197,7 @@ def test_a_response_that_went_on_elsewhere_is_not_stored(fleet: ControlPlane, ga
                 created = event.response.id
     assert event.type == "response.completed"
     assert event.response.id == created
-    other = next(one for one in fleet.engines if one is not engine)
+    other = next(member for member in fleet.engines if member is not engine)
     assert ask(f"{other.url}/v1/responses/{created}").status == 404, "no engine keeps what nobody could find"
     if how == "killed":
         whole_again(fleet)

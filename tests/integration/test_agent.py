@@ -510,8 +510,8 @@ async def test_a_name_that_moves_is_followed_at_the_next_scrape(
 ) -> None:
     moved = FakeEngine(engine.context, process_start=2000.0, host="127.0.0.2")
     moved.port = engine.port
-    for one in (engine, moved):
-        one.replay_port, one.events_address = False, "inproc://none"
+    for source in (engine, moved):
+        source.replay_port, source.events_address = False, "inproc://none"
     await moved.start()
     address = engine.host
     ask = socket.getaddrinfo

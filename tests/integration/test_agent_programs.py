@@ -46,5 +46,7 @@ async def test_programs_do_what_the_table_says(tmp_path: Path) -> None:
     tries = [Try(program, case, "gateway") for program, cases in PARTS.items() for case in cases]
     found, ends = await tried(tmp_path, tries)
     differing = {key: did for key, did in found.items() if did != CELLS[key[0]][key[1]]["gateway"]}
-    assert not differing, {one: ends[one] for one in tries if (one.program.name, one.case, "gateway") in differing}
+    assert not differing, {
+        attempt: ends[attempt] for attempt in tries if (attempt.program.name, attempt.case, "gateway") in differing
+    }
     assert len(found) == len(tries)

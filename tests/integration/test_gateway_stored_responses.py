@@ -108,9 +108,9 @@ async def test_each_gateway_finds_each_response_and_only_its_tenant_does(tmp_pat
                 id_ = await made_at(up, number, stream=stream)
                 assert await answers(urls, id_) == {(200, "")}
                 assert engine.requests[-1][1]["previous_response_id"] == id_
-                before = [len(one.requests) for one in up.engines]
+                before = [len(emulated.requests) for emulated in up.engines]
                 assert await answers(urls, id_, key="sk-blue") == {(404, "not_found")}
-                assert [len(one.requests) for one in up.engines] == before, "no engine is asked"
+                assert [len(emulated.requests) for emulated in up.engines] == before, "no engine is asked"
         assert len({id_ for engine in up.engines for id_ in engine.stored}) == sum(
             len(engine.stored) for engine in up.engines
         )

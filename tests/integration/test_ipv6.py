@@ -100,13 +100,13 @@ def test_a_fleet_serves_and_is_examined(
             for page, path in (("router_metrics", "/metrics"), ("agent_metrics", "/metrics"), ("console", "/")):
                 assert ask(f"http://{host}:{ports[page]}{path}").status == 200
             listed = _instances(router)
-            assert all(one["instance"]["prefix_mode"] == "PREFIX_MODE_EXACT" for one in listed)
+            assert all(instance["instance"]["prefix_mode"] == "PREFIX_MODE_EXACT" for instance in listed)
             agent = f"http://{host}:{ports['agent_metrics']}"
             found = run("doctor", "--router", router, "--gateway", gateway, "--agent", agent)
             assert "FAIL" not in found
             assert "warn" not in found
         # The keys come by the engines' KV events.
-        until(lambda: any(int(one.get("keys", 0)) for one in _instances(router)), within_s=60, what="keys")
+        until(lambda: any(int(instance.get("keys", 0)) for instance in _instances(router)), within_s=60, what="keys")
 
 
 async def test_a_router_keeps_its_state_in_a_redis_at_an_ipv6_address(tmp_path: Path) -> None:

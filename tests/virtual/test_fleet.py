@@ -90,9 +90,9 @@ def test_a_run_that_leaves_something_behind_fails(monkeypatch: pytest.MonkeyPatc
     """If ends of requests never reach a router, their reservations stay."""
     report = RouterClient._report
 
-    def lose_ends(self: RouterClient, one: Any, message: pb.SessionRequest) -> None:
+    def lose_ends(self: RouterClient, entry: Any, message: pb.SessionRequest) -> None:
         if not message.HasField("finished"):
-            report(self, one, message)
+            report(self, entry, message)
 
     monkeypatch.setattr(RouterClient, "_report", lose_ends)
     assert "reservations" in run(0).failure
@@ -663,7 +663,7 @@ def test_a_request_without_an_owner_follows_its_models_name_to_another_pool() ->
         await asyncio.sleep(0.5)
         await names([], ["adapter"])
         async with asyncio.timeout(20.0):
-            answers = [await one for one in asking]
+            answers = [await task for task in asking]
         placed = [answer.instance for answer in answers if isinstance(answer, WithoutRouter)]
         assert [instance.instance_id for instance in placed if instance is not None] in (["d", "e"], ["d", "f"])
 
@@ -688,13 +688,13 @@ def test_requests_parked_at_an_owner_that_dies_wait_within_their_bounds_for_the_
         await asyncio.sleep(0.5)
         # The instance has got what it may get at once without a router.
         assert second.asked() == ["long", f"new {len(crowd) - 1}"]
-        for one in crowd[:-1]:
-            assert await placed_after(one) < 0.1
+        for task in crowd[:-1]:
+            assert await placed_after(task) < 0.1
         (again,) = (message.place for message in second.heard if message.place.request_id == "long")
         assert again.parked.ToSeconds() == 20
         for name in second.asked():
             await second.place(name)
-        assert {instance_of((await one)[0]) for one in (asking["long"], crowd[-1])} == {"e"}
+        assert {instance_of((await task)[0]) for task in (asking["long"], crowd[-1])} == {"e"}
 
     virtually(work())
 
@@ -723,8 +723,8 @@ def test_an_owner_that_does_not_serve_is_not_asked_by_all_at_once() -> None:
         await asyncio.sleep(0.5)
         # Not refused, so it serves.
         assert set(first.asked()[-49:]) == {f"r{number}" for number in range(1, 50)}
-        for one in asking:
-            one.cancel()
+        for task in asking:
+            task.cancel()
         await asyncio.wait(asking)
         assert len(client._waiting) == 0
 

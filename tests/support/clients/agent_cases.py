@@ -75,8 +75,8 @@ def all_tries() -> list[Try]:
     ]
 
 
-def _did(one: Try, ended: Ended, sent: int) -> str:
-    if one.program.is_full(ended.printed):
+def _did(attempt: Try, ended: Ended, sent: int) -> str:
+    if attempt.program.is_full(ended.printed):
         return "knows"
     if sent > 1:
         return "asks again"
@@ -89,28 +89,28 @@ class _Place:
     def __init__(self, up: Stack, provider: Provider, usage: Path) -> None:
         self._up, self._provider, self._usage = up, provider, usage
 
-    def server(self, one: Try) -> Server:
+    def server(self, attempt: Try) -> Server:
         urls = {"vllm": self._up.engines[0].url, "provider": self._provider.url, "gateway": self._up.url}
-        return Server(urls[one.place], f"sk-{one.name}", SHORT if one.case == "short" else MODEL)
+        return Server(urls[attempt.place], f"sk-{attempt.name}", SHORT if attempt.case == "short" else MODEL)
 
-    def sent(self, one: Try) -> int:
-        if one.place == "gateway":
+    def sent(self, attempt: Try) -> int:
+        if attempt.place == "gateway":
             lines = self._usage.read_text().splitlines() if self._usage.exists() else []
-            return sum(json.loads(line)["tenant"] == one.name for line in lines)
+            return sum(json.loads(line)["tenant"] == attempt.name for line in lines)
         asked = [self._provider.asked] + [e.asked for e in self._up.engines if isinstance(e, EngineByPrompt)]
-        return sum(counts[one.name] for counts in asked)
+        return sum(counts[attempt.name] for counts in asked)
 
-    def enough(self, one: Try) -> Callable[[], bool]:
+    def enough(self, attempt: Try) -> Callable[[], bool]:
         """Return what tells whether a try has shown what it does: it was sent twice. Where the context is full, the second
         request may be for a summary."""
-        return lambda: one.case not in FULL and self.sent(one) > 1
+        return lambda: attempt.case not in FULL and self.sent(attempt) > 1
 
 
 async def tried(folder: Path, tries: Iterable[Try]) -> tuple[Found, dict[Try, Ended]]:
     """Run programs; return what each did, and how it ended."""
     tries = list(tries)
     usage = folder / "usage"
-    keys = "".join(f"{one.name}:sk-{one.name}\n" for one in tries if one.place == "gateway")
+    keys = "".join(f"{attempt.name}:sk-{attempt.name}\n" for attempt in tries if attempt.place == "gateway")
     turns = asyncio.Semaphore(AT_ONCE)
     ends: dict[Try, Ended] = {}
     async with (
@@ -127,34 +127,35 @@ async def tried(folder: Path, tries: Iterable[Try]) -> tuple[Found, dict[Try, En
         await up.router.tell_fleet()
         place = _Place(up, provider, usage)
 
-        async def one_run(one: Try) -> None:
+        async def one_run(attempt: Try) -> None:
             async with turns:
-                ends[one] = await run(
-                    one.program,
-                    folder / one.name,
-                    place.server(one),
-                    prompt_of(one.name),
+                ends[attempt] = await run(
+                    attempt.program,
+                    folder / attempt.name,
+                    place.server(attempt),
+                    prompt_of(attempt.name),
                     within_s=WITHIN_S,
-                    enough=place.enough(one),
+                    enough=place.enough(attempt),
                 )
 
         async def sessions() -> None:
             """Run opencode's tries, in one process."""
-            mine = [one for one in tries if one.program is OPENCODE]
+            mine = [attempt for attempt in tries if attempt.program is OPENCODE]
             if not mine:
                 return
-            servers = {one.name: place.server(one) for one in mine}
+            servers = {attempt.name: place.server(attempt) for attempt in mine}
             async with opencode_server(folder / "opencode", servers) as opencode, asyncio.timeout(WITHIN_S):
 
-                async def session(one: Try) -> None:
-                    model, prompt = servers[one.name].model, prompt_of(one.name)
-                    ends[one] = await opencode.ask(one.name, model, prompt, enough=place.enough(one))
+                async def session(attempt: Try) -> None:
+                    model, prompt = servers[attempt.name].model, prompt_of(attempt.name)
+                    ends[attempt] = await opencode.ask(attempt.name, model, prompt, enough=place.enough(attempt))
 
                 await asyncio.gather(*map(session, mine))
 
-        await asyncio.gather(sessions(), *(one_run(one) for one in tries if one.program is not OPENCODE))
+        await asyncio.gather(sessions(), *(one_run(attempt) for attempt in tries if attempt.program is not OPENCODE))
         found = {
-            (one.program.name, one.case, one.place): _did(one, ended, place.sent(one)) for one, ended in ends.items()
+            (attempt.program.name, attempt.case, attempt.place): _did(attempt, ended, place.sent(attempt))
+            for attempt, ended in ends.items()
         }
     return found, ends
 
@@ -183,8 +184,8 @@ def main() -> None:
     """Write TABLE, and print how each run ended."""
     with tempfile.TemporaryDirectory() as folder:
         found, ends = asyncio.run(tried(Path(folder), all_tries()))
-    for one, ended in ends.items():
-        print(f"{one.program.name}, {one.case} at {one.place}: {ended.status} {ended.printed[-600:]!r}")
+    for attempt, ended in ends.items():
+        print(f"{attempt.program.name}, {attempt.case} at {attempt.place}: {ended.status} {ended.printed[-600:]!r}")
     TABLE.write_text(json.dumps(table(found), indent=2) + "\n")
 
 

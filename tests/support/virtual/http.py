@@ -118,9 +118,9 @@ class ConnectionPool:
         while True:
             await asyncio.sleep(SWEEP_S)
             before = asyncio.get_running_loop().time() - IDLE_S
-            for one in [call for call in self._network.calls if call.client is self._gateway]:
-                if isinstance(one, Connection) and one.heard_at and one.heard_at < before:
-                    one.give_up("went silent")
+            for open_call in [call for call in self._network.calls if call.client is self._gateway]:
+                if isinstance(open_call, Connection) and open_call.heard_at and open_call.heard_at < before:
+                    open_call.give_up("went silent")
 
     def lost(self, url: str) -> None:
         """Do nothing: connections to a dead engine break at once."""

@@ -20,7 +20,11 @@ def victim(world: World) -> Engine | None:
     """Draw a well engine that may fall ill; None if no other of any pool would be left, of those that take every prompt."""
     well = [engine for engine in world.engines.values() if world.lives.is_well(engine)]
     plain = [engine for engine in well if not engine.traits.dialect and engine.traits.context == CONTEXT]
-    may = [one for one in well if any(other is not one and other.model == one.model for other in plain)]
+    may = [
+        candidate
+        for candidate in well
+        if any(other is not candidate and other.model == candidate.model for other in plain)
+    ]
     return world.rng.choice(may) if may else None
 
 

@@ -13,6 +13,6 @@ def test_the_page_shows_the_saved_runs() -> None:
 
 def test_each_way_was_run_with_both_pools_at_both_versions() -> None:
     rows = [(way.name, pool) for way in WAYS for pool in ENGINES]
-    assert [(one.way, one.pool) for one in saved(RESULTS)] == rows
-    assert [(one.way, one.pool) for one in saved(OLD_RESULTS)] == rows
+    assert [(outcome.way, outcome.pool) for outcome in saved(RESULTS)] == rows
+    assert [(outcome.way, outcome.pool) for outcome in saved(OLD_RESULTS)] == rows
     assert len(WAYS) >= 24

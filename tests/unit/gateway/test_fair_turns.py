@@ -49,7 +49,7 @@ def test_of_waiting_tenants_none_gets_two_turns_more_than_another(asked: list[Cl
     got = asyncio.run(order_of(asked, count))
     assert Counter(got) == Counter(asked)
     for client in set(asked):
-        assert [one for one in asked if one == client] == [one for one in got if one == client]
+        assert [name for name in asked if name == client] == [name for name in got if name == client]
     left, had = Counter(client.tenant for client in asked), Counter[str]()
     for client in got:
         had[client.tenant] += 1

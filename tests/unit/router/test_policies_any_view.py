@@ -213,12 +213,12 @@ def test_excluded_candidates_change_nothing(
 def chosen_beside_a_less_loaded_twin(policy: Policy, asked: PlacementRequest, seen: FleetView) -> tuple[str, str]:
     """Return whom the policy chooses, and whom after one like it has joined with a request and a token to prefill fewer."""
     busy = tuple(
-        replace(one, num_requests=one.num_requests + 1, pending_prefill_tokens=one.pending_prefill_tokens + 1)
-        for one in seen.candidates
+        replace(member, num_requests=member.num_requests + 1, pending_prefill_tokens=member.pending_prefill_tokens + 1)
+        for member in seen.candidates
     )
     seen = replace(seen, candidates=busy, session_owner="")
     chosen = policy.choose(asked, seen, random.Random(0)).steps[-1].instance_id
-    before = next(one for one in busy if one.instance_id == chosen)
+    before = next(member for member in busy if member.instance_id == chosen)
     twin = replace(
         before,
         instance_id="twin",
@@ -250,7 +250,7 @@ class MostRequests(Policy):
     uses_shortlist: ClassVar[bool] = True
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
-        scores = {one.instance_id: -float(one.num_requests) for one in view.eligible()}
+        scores = {member.instance_id: -float(member.num_requests) for member in view.eligible()}
         return serve(lowest(view.eligible(), scores, view.decision_number), "least_requests", scores)
 
 

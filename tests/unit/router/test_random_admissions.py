@@ -46,10 +46,12 @@ class AdmittedStateMachine(StateMachine):
         parked = {held.request.request_id: held for held in self.router.parked_requests.queue}
         # A held request is admitted: who is parked later, even with an older age, came too late to go before it.
         held = self.router.held_requests.queue
-        before = {known.request_id for known in self.router.reservations} | {one.request.request_id for one in held}
+        before = {known.request_id for known in self.router.reservations} | {
+            waiting.request.request_id for waiting in held
+        }
         effects = super().handle(event)
         placed = [effect.decision.request for effect in effects if isinstance(effect, ev.Placed)]
-        for asked in (*placed, *(one.request for one in held)):
+        for asked in (*placed, *(waiting.request for waiting in held)):
             if asked.request_id not in before:
                 self.passes_nobody_like_it(asked, parked)
         return effects
@@ -167,12 +169,12 @@ def test_an_admitted_request_that_was_held_may_pass_one_that_was_parked_later_wi
     machine.agent_ends("a", goodbye=True)
     machine.begin_session(0, "g1", 1_272, 25, False, 0.0, False, Priority.BATCH)
     machine.place("r0", "g1", 2_273, [], "t", None, 0.0, Priority.BATCH)
-    held = {one.request.session_id for one in machine.router.held_requests.queue}
+    held = {waiting.request.session_id for waiting in machine.router.held_requests.queue}
     machine.begin_session(33, "g1", 71, 40, False, 0.0, True, Priority.INTERACTIVE)
     machine.finish("r0", "OK", None)
     machine.admission_is_switched(applies=False)
     machine.begin_session(2, "g1", 1, 2, False, 0.0, False)
-    [again] = [one for one in machine.router.parked_requests.queue if one.request.session_id == "n2"]
+    [again] = [waiting for waiting in machine.router.parked_requests.queue if waiting.request.session_id == "n2"]
     assert again.since < again.asked_at
     machine.answer(0, "STOP", 0)
-    assert len(held - {one.request.session_id for one in machine.router.held_requests.queue}) == 1
+    assert len(held - {waiting.request.session_id for waiting in machine.router.held_requests.queue}) == 1

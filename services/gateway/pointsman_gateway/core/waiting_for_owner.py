@@ -342,14 +342,14 @@ class WaitingForOwner:
             elif self._pace.has_room(instance_id, now):
                 chosen = instance_id
                 heappush(room, (count + sequences, turn, instance_id))
-        for one in excluded:
-            heappush(room, one)
+        for entry in excluded:
+            heappush(room, entry)
         return chosen
 
 
 def _push(heap: list[_Entry], entry: _Entry, waiting: dict[str, _Entry]) -> None:
     if len(heap) > 2 * len(waiting) + 64:
         # Many have ended without their turn.
-        heap[:] = [one for one in heap if waiting.get(one[2].request_id) is one]
+        heap[:] = [kept for kept in heap if waiting.get(kept[2].request_id) is kept]
         heapify(heap)
     heappush(heap, entry)

@@ -176,7 +176,7 @@ class RouterClient:
     @property
     def open_count(self) -> int:
         """Number of requests that are placed and not finished."""
-        return sum(bool(one.instance_id) for one in self._requests.values())
+        return sum(bool(entry.instance_id) for entry in self._requests.values())
 
     def usage_session(self) -> RouterSession | None:
         """Return the session with the router that accounts for API keys' limits; None if there is none.
@@ -226,7 +226,7 @@ class RouterClient:
         the request is placed without one, or refused (see WaitingForOwner), at `computed_at` if that instance is there.
         """
         answer = asyncio.get_running_loop().create_future()
-        one = _Request(
+        entry = _Request(
             request,
             time.monotonic() + timeout_s,
             timeout_s,
@@ -235,9 +235,9 @@ class RouterClient:
             answer=answer,
             first_token_by=first_token_by,
         )
-        self._requests[request.request_id] = one
-        self._submit(one)
-        return await self._answered(one)
+        self._requests[request.request_id] = entry
+        self._submit(entry)
+        return await self._answered(entry)
 
     async def next_step(
         self, request_id: str, index: int, error: str, instance_failed: bool, timeout_s: float
@@ -247,91 +247,91 @@ class RouterClient:
         The router receives `timeout_s`, the caller's maximum wait. Raises NoRouter if the router is lost: a router that
         reconnects, or a new owner, receives the open request but not its plan.
         """
-        one = self._requests[request_id]
-        one.session = self._route(one.request.model)
-        if one.session is None:
+        entry = self._requests[request_id]
+        entry.session = self._route(entry.request.model)
+        if entry.session is None:
             raise NoRouter
-        one.answer = asyncio.get_running_loop().create_future()
+        entry.answer = asyncio.get_running_loop().create_future()
         done = placement_pb2.StepDone(request_id=request_id, step_index=index, ok=not error, error=error)
         done.instance_failed = instance_failed
         done.deadline.FromNanoseconds(int(timeout_s * 1e9))
-        one.session.send(placement_pb2.SessionRequest(step_done=done))
-        reply = await self._answered(one)
+        entry.session.send(placement_pb2.SessionRequest(step_done=done))
+        reply = await self._answered(entry)
         assert not isinstance(reply, WithoutRouter)
         return reply
 
     def step_done(self, request_id: str, index: int) -> None:
         """Report that a PREFILL step is done whose next step has already been sent."""
-        one = self._requests.get(request_id)
-        if one is not None:
+        entry = self._requests.get(request_id)
+        if entry is not None:
             done = placement_pb2.StepDone(request_id=request_id, step_index=index, ok=True)
-            self._report(one, placement_pb2.SessionRequest(step_done=done))
+            self._report(entry, placement_pb2.SessionRequest(step_done=done))
 
     def placed(self, request: placement_pb2.PlacementRequest, instance_id: str, cached_tokens: int) -> None:
         """Store the instance of a request until finished(), and drop its block keys: the request is not submitted again."""
-        one = self._requests.get(request.request_id)
-        if one is None:
-            one = self._requests[request.request_id] = _Request(request, 0.0)
-        one.request.ClearField("keys")
-        if one.instance_id != instance_id:
-            self._count_closed(one)
-            self._pace.opened(instance_id, one.sequences)
-            if one.began:
-                self._pace.began(instance_id, one.sequences)
-        one.instance_id, one.cached_tokens, one.placed_at = instance_id, cached_tokens, time.monotonic()
+        entry = self._requests.get(request.request_id)
+        if entry is None:
+            entry = self._requests[request.request_id] = _Request(request, 0.0)
+        entry.request.ClearField("keys")
+        if entry.instance_id != instance_id:
+            self._count_closed(entry)
+            self._pace.opened(instance_id, entry.sequences)
+            if entry.began:
+                self._pace.began(instance_id, entry.sequences)
+        entry.instance_id, entry.cached_tokens, entry.placed_at = instance_id, cached_tokens, time.monotonic()
 
     def served_alone(self, request_id: str) -> None:
         """Report that a request runs on the instance of the last placed(), without the step that its router would have sent."""
-        one = self._requests.get(request_id)
-        if one is not None:
-            self._report(one, placement_pb2.SessionRequest(open_stream=one.open_stream()))
+        entry = self._requests.get(request_id)
+        if entry is not None:
+            self._report(entry, placement_pb2.SessionRequest(open_stream=entry.open_stream()))
 
     def first_token(self, request_id: str, refused_by: Sequence[str] = ()) -> None:
         """Report a request's first byte, and the instances that refused the request before."""
-        one = self._requests.get(request_id)
-        if one is None or not one.instance_id:
+        entry = self._requests.get(request_id)
+        if entry is None or not entry.instance_id:
             return
-        if not one.began:
-            one.began = True
-            self._pace.began(one.instance_id, one.sequences)
-        self._pace.answered(one.instance_id)
+        if not entry.began:
+            entry.began = True
+            self._pace.began(entry.instance_id, entry.sequences)
+        self._pace.answered(entry.instance_id)
         for refusing in refused_by:
             self._pace.failed(refusing, time.monotonic())
         first_token = placement_pb2.FirstToken(request_id=request_id, refused_by=refused_by)
-        self._report(one, placement_pb2.SessionRequest(first_token=first_token))
+        self._report(entry, placement_pb2.SessionRequest(first_token=first_token))
 
     def set_token_counter(self, request_id: str, generated: Callable[[], int], waits: Callable[[], bool]) -> None:
         """Set the functions that return the number of tokens generated so far, which is read when the request is announced, and
         whether the answer's next bytes are waited for, and not for its client to read."""
-        one = self._requests.get(request_id)
-        if one is not None:
-            one.generated, one.waits, one.progressed_at = generated, waits, time.monotonic()
+        entry = self._requests.get(request_id)
+        if entry is not None:
+            entry.generated, entry.waits, entry.progressed_at = generated, waits, time.monotonic()
 
     def on_move(self, request_id: str, move: Callable[[placement_pb2.Move], None]) -> None:
         """Set the function that is called when a router asks for the request to leave its instance."""
-        one = self._requests.get(request_id)
-        if one is not None:
-            one.move = move
+        entry = self._requests.get(request_id)
+        if entry is not None:
+            entry.move = move
 
     def finished(self, finished: placement_pb2.Finished) -> None:
         """Report an attempt's end. If no router is connected, the next hello reports the end by not listing the attempt."""
-        one = self._requests.pop(finished.request_id, None)
-        if one is not None:
+        entry = self._requests.pop(finished.request_id, None)
+        if entry is not None:
             self._waiting.remove(finished.request_id)
-            self._count_closed(one)
-            self._judge(one, finished)
-            self._report(one, placement_pb2.SessionRequest(finished=finished))
+            self._count_closed(entry)
+            self._judge(entry, finished)
+            self._report(entry, placement_pb2.SessionRequest(finished=finished))
 
-    def _judge(self, one: _Request, finished: placement_pb2.Finished) -> None:
+    def _judge(self, entry: _Request, finished: placement_pb2.Finished) -> None:
         """Note what an attempt's end says about its instance, for placements without a router."""
         now = time.monotonic()
-        waited_s = now - one.placed_at
+        waited_s = now - entry.placed_at
         if finished.outcome == placement_pb2.OUTCOME_OK:
-            self._pace.answered(one.instance_id)
+            self._pace.answered(entry.instance_id)
         elif (finished.outcome == placement_pb2.OUTCOME_FAILED and not finished.refused) or (
-            one.placed_at and not one.began and waited_s >= SILENT_S and one.request.streamed
+            entry.placed_at and not entry.began and waited_s >= SILENT_S and entry.request.streamed
         ):
-            self._pace.failed(one.instance_id, now)
+            self._pace.failed(entry.instance_id, now)
 
     def _report_often(self) -> None:
         self._tell_heard()
@@ -343,14 +343,14 @@ class RouterClient:
         stand still."""
         told: dict[RouterSession, tuple[set[str], set[str]]] = {}
         now = time.monotonic()
-        for one in self._requests.values():
-            progressed, stalled = one.progress(now)
-            if (progressed or stalled) and (session := self._route(one.request.model)) is not None:
+        for entry in self._requests.values():
+            progressed, stalled = entry.progress(now)
+            if (progressed or stalled) and (session := self._route(entry.request.model)) is not None:
                 heard, stands = told.setdefault(session, (set(), set()))
                 if progressed:
-                    heard.add(one.instance_id)
+                    heard.add(entry.instance_id)
                 else:
-                    stands.add(one.request.request_id)
+                    stands.add(entry.request.request_id)
         for session, (heard, stands) in told.items():
             message = placement_pb2.Heard(instance_ids=sorted(heard), stalled=sorted(stands))
             session.send(placement_pb2.SessionRequest(heard=message), REPORT_DELAY_S)
@@ -426,10 +426,10 @@ class RouterClient:
             self._routes[model] = found
         return found
 
-    def _report(self, one: _Request, message: placement_pb2.SessionRequest) -> None:
+    def _report(self, entry: _Request, message: placement_pb2.SessionRequest) -> None:
         session = None
-        if self._owners.owner(self._owners.pool_of(one.request.model)) is not None:
-            session = self._route(one.request.model) or one.session
+        if self._owners.owner(self._owners.pool_of(entry.request.model)) is not None:
+            session = self._route(entry.request.model) or entry.session
         if session is not None:
             session.send(message, REPORT_DELAY_S)
             return
@@ -438,74 +438,74 @@ class RouterClient:
         for dialled in self._sessions.values():
             dialled.send(message, REPORT_DELAY_S)
 
-    def _count_closed(self, one: _Request) -> None:
-        if one.instance_id:
-            self._pace.closed(one.instance_id, one.sequences, began=one.began)
+    def _count_closed(self, entry: _Request) -> None:
+        if entry.instance_id:
+            self._pace.closed(entry.instance_id, entry.sequences, began=entry.began)
 
-    def _submit(self, one: _Request) -> None:
+    def _submit(self, entry: _Request) -> None:
         """Submit a request to the owner for its first step; without an owner, or behind others, let it wait."""
-        if not one.asking:
+        if not entry.asking:
             return
         now = time.monotonic()
-        if one.asked_at is None:
-            one.asked_at = now
-        pool, session = self._owners.pool_of(one.request.model), self._route(one.request.model)
+        if entry.asked_at is None:
+            entry.asked_at = now
+        pool, session = self._owners.pool_of(entry.request.model), self._route(entry.request.model)
         if session is None:
             self._waiting.disconnected(pool, now, self._limit_s)
         if session is None or self._waiting.must_wait(pool):
-            self._let_wait(one, pool, now)
+            self._let_wait(entry, pool, now)
             self._wake_for(pool, now)
         else:
-            self._ask(one, session, now)
+            self._ask(entry, session, now)
 
     def _resubmit(self, requests: Iterable[_Request]) -> None:
         """Take requests from their sessions, and let those that wait for their first step wait for the right one."""
         self._note_routes()
         now = time.monotonic()
-        for one in requests:
-            self._detach(one)
-            if one.asking:
-                self._let_wait(one, self._owners.pool_of(one.request.model), now)
+        for entry in requests:
+            self._detach(entry)
+            if entry.asking:
+                self._let_wait(entry, self._owners.pool_of(entry.request.model), now)
         for pool in self._waiting.pools():
             self._wake_for(pool, now)
 
-    def _ask(self, one: _Request, session: RouterSession, now: float) -> None:
+    def _ask(self, entry: _Request, session: RouterSession, now: float) -> None:
         """Send a request to the router that is to be asked."""
-        one.session = session
-        assert one.asked_at is not None
-        left, deadline = max(one.deadline - now, 1e-9), one.request.deadline
+        entry.session = session
+        assert entry.asked_at is not None
+        left, deadline = max(entry.deadline - now, 1e-9), entry.request.deadline
         deadline.seconds, deadline.nanos = int(left), max(int(left % 1 * 1e9), 1)
-        if one.first_token_by is not None:
-            one.request.ttft_deadline.FromNanoseconds(int(max(one.first_token_by - now, 0.0) * 1e9))
-        if one.parked_until is not None:
+        if entry.first_token_by is not None:
+            entry.request.ttft_deadline.FromNanoseconds(int(max(entry.first_token_by - now, 0.0) * 1e9))
+        if entry.parked_until is not None:
             # Its bound counts from the first submission. Its time in the queue of held requests has not begun.
-            one.request.ClearField("age")
-            one.request.parked.FromNanoseconds(int((now - one.asked_at) * 1e9))
-        elif now > one.asked_at:
-            one.request.age.FromNanoseconds(int((now - one.asked_at) * 1e9))
-        session.send(placement_pb2.SessionRequest(place=one.request))
+            entry.request.ClearField("age")
+            entry.request.parked.FromNanoseconds(int((now - entry.asked_at) * 1e9))
+        elif now > entry.asked_at:
+            entry.request.age.FromNanoseconds(int((now - entry.asked_at) * 1e9))
+        session.send(placement_pb2.SessionRequest(place=entry.request))
 
     # Requests that wait for an owner.
 
-    def _let_wait(self, one: _Request, pool: str, now: float) -> None:
-        assert one.asked_at is not None
+    def _let_wait(self, entry: _Request, pool: str, now: float) -> None:
+        assert entry.asked_at is not None
         # A request whose bound has passed was let in.
-        parked_until = one.parked_until if one.parked_until is not None and one.parked_until > now else None
-        request, known = one.request, self._owners.pool(pool)
+        parked_until = entry.parked_until if entry.parked_until is not None and entry.parked_until > now else None
+        request, known = entry.request, self._owners.pool(pool)
         self._waiting.add(
             pool,
             WaitingRequest(
                 request.request_id,
-                one.asked_at,
+                entry.asked_at,
                 request.input_tokens,
                 (
                     *request.exclude,
                     *self._owners.without_adapter(request.model),
                     *(unfit(request, known.instances) if known is not None else ()),
                 ),
-                one.computed_at,
+                entry.computed_at,
                 parked_until,
-                one.sequences,
+                entry.sequences,
             ),
         )
 
@@ -549,26 +549,26 @@ class RouterClient:
         """Ask, place or refuse the requests that are due."""
         self._wake, now = None, time.monotonic()
         for end in self._waiting.due(now, self._limit_s, self._answering):
-            one = self._requests.get(end.request_id)
-            if one is None or one.answer is None or one.answer.done():
+            entry = self._requests.get(end.request_id)
+            if entry is None or entry.answer is None or entry.answer.done():
                 # It is cancelled, and its task has not run since.
                 if isinstance(end, PlaceAt):
                     self._pace.closed(end.instance_id, end.sequences, began=False)
                 continue
             match end:
                 case Ask():
-                    if (session := self._route(one.request.model)) is not None:
-                        self._ask(one, session, now)
+                    if (session := self._route(entry.request.model)) is not None:
+                        self._ask(entry, session, now)
                     else:  # its model's name belongs to another pool by now
-                        self._submit(one)
+                        self._submit(entry)
                 case PlaceAt():
-                    instance = self._instance(self._owners.pool_of(one.request.model), end.instance_id)
-                    one.request.ClearField("keys")
-                    one.instance_id, one.placed_at = end.instance_id, now
-                    one.answer.set_result(WithoutRouter(instance))
+                    instance = self._instance(self._owners.pool_of(entry.request.model), end.instance_id)
+                    entry.request.ClearField("keys")
+                    entry.instance_id, entry.placed_at = end.instance_id, now
+                    entry.answer.set_result(WithoutRouter(instance))
                 case RefuseWaiting():
                     why = "No router has let in the session in time." if end.parked else NO_INSTANCE
-                    one.answer.set_result(WithoutRouter(None, PLACEMENT_TIMEOUT if end.parked else UNAVAILABLE, why))
+                    entry.answer.set_result(WithoutRouter(None, PLACEMENT_TIMEOUT if end.parked else UNAVAILABLE, why))
         for pool in self._waiting.pools():
             self._wake_for(pool, now)
 
@@ -576,21 +576,23 @@ class RouterClient:
         """Return the ids of the pool's instances that answer clients."""
         pool = self._owners.pool(model)
         instances = pool.instances if pool is not None else ()
-        return [one.instance_id for one in instances if one.kv_transfer.role != agent_pb2.KV_ROLE_PRODUCER]
+        return [
+            instance.instance_id for instance in instances if instance.kv_transfer.role != agent_pb2.KV_ROLE_PRODUCER
+        ]
 
     def _instance(self, model: str, instance_id: str) -> placement_pb2.InstanceRef:
         pool = self._owners.pool(model)
         assert pool is not None
-        return pool.instances[bisect_left(pool.instances, instance_id, key=lambda one: one.instance_id)]
+        return pool.instances[bisect_left(pool.instances, instance_id, key=lambda instance: instance.instance_id)]
 
-    async def _answered(self, one: _Request) -> PlacementReply | WithoutRouter:
-        assert one.answer is not None
+    async def _answered(self, entry: _Request) -> PlacementReply | WithoutRouter:
+        assert entry.answer is not None
         try:
-            step = await one.answer
+            step = await entry.answer
         finally:
-            self._waiting.remove(one.request.request_id)
-        if not one.instance_id:
-            self._requests.pop(one.request.request_id, None)
+            self._waiting.remove(entry.request.request_id)
+        if not entry.instance_id:
+            self._requests.pop(entry.request.request_id, None)
         return step
 
     # Callbacks of sessions.
@@ -648,11 +650,11 @@ class RouterClient:
             self._fleet_changed()
         self.on_routes()
 
-    def _detach(self, one: _Request) -> None:
+    def _detach(self, entry: _Request) -> None:
         """Detach a request from its session. A placed request that waits for its next step fails with NoRouter."""
-        one.session = None
-        if one.instance_id and one.answer is not None and not one.answer.done():
-            one.answer.set_exception(NoRouter())
+        entry.session = None
+        if entry.instance_id and entry.answer is not None and not entry.answer.done():
+            entry.answer.set_exception(NoRouter())
 
     def _receive(self, session: RouterSession, message: placement_pb2.SessionResponse) -> None:
         match message.WhichOneof("kind"):
@@ -679,28 +681,28 @@ class RouterClient:
                 self._fleet_changed()
 
     def _deliver(self, session: RouterSession, request_id: str, step: PlacementReply) -> None:
-        one = self._requests.get(request_id)
-        if one is None or one.session is not session:
+        entry = self._requests.get(request_id)
+        if entry is None or entry.session is not session:
             # The client has disconnected, or the request was submitted to another router: this router must release its
             # reservation. A later step needs no message, because the end of the request releases its reservations.
             if isinstance(step, placement_pb2.Placement) and step.step.index == 0:
                 session.send(placement_pb2.SessionRequest(finished=_cancellation_of(request_id)), REPORT_DELAY_S)
             return
-        if one.answer is None or one.answer.done():
+        if entry.answer is None or entry.answer.done():
             return
-        pool = self._owners.pool_of(one.request.model)
+        pool = self._owners.pool_of(entry.request.model)
         if isinstance(step, placement_pb2.Refusal) and step.not_serving:
             now = time.monotonic()
-            if session is self._route(one.request.model, session):
+            if session is self._route(entry.request.model, session):
                 self._waiting.refused(pool, now, self._limit_s)
-            self._detach(one)
-            self._submit(one)
+            self._detach(entry)
+            self._submit(entry)
             return
-        if one.asking:
+        if entry.asking:
             self._served(pool)
         if isinstance(step, placement_pb2.Placement):
-            self.placed(one.request, step.step.instance.instance_id, step.cached_tokens)
-        one.answer.set_result(step)
+            self.placed(entry.request, step.step.instance.instance_id, step.cached_tokens)
+        entry.answer.set_result(step)
 
     def _served(self, pool: str) -> None:
         """Record that a router answers the pool's requests, and ask it those that wait."""
@@ -709,20 +711,20 @@ class RouterClient:
 
     def _wait_parked(self, session: RouterSession, parked: placement_pb2.Parked) -> None:
         """Wait longer for the answer to a request that its router has parked."""
-        one = self._requests.get(parked.request_id)
-        if one is None or one.session is not session or not one.asking:
+        entry = self._requests.get(parked.request_id)
+        if entry is None or entry.session is not session or not entry.asking:
             return
         bound_s, now = parked.bound.seconds + parked.bound.nanos / 1e9, time.monotonic()
-        one.parked_until = now + bound_s
-        one.deadline = one.parked_until + one.timeout_s
-        self._served(self._owners.pool_of(one.request.model))
-        if one.on_parked is not None:
-            one.on_parked(bound_s)
+        entry.parked_until = now + bound_s
+        entry.deadline = entry.parked_until + entry.timeout_s
+        self._served(self._owners.pool_of(entry.request.model))
+        if entry.on_parked is not None:
+            entry.on_parked(bound_s)
 
     def _move(self, move: placement_pb2.Move) -> None:
-        one = self._requests.get(move.request_id)
-        if one is not None and one.move is not None:
-            one.move(move)
+        entry = self._requests.get(move.request_id)
+        if entry is not None and entry.move is not None:
+            entry.move(move)
 
     def _fleet_changed(self) -> None:
         """Apply a change of the fleet or of the owners of its pools: dial, announce, and route requests again."""

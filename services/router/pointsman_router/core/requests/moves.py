@@ -73,9 +73,9 @@ class RequestMoves:
         for record in moving:
             # The request on trial shows whether a silent engine has recovered.
             here = [
-                one
-                for one in self._reservations.of_instance(record.info.instance_id)
-                if one.request_id != record.life.trial
+                reserved
+                for reserved in self._reservations.of_instance(record.info.instance_id)
+                if reserved.request_id != record.life.trial
             ]
             sources.setdefault(record.info.model, []).extend(here)
         there = {reservation.request_id for reservations in sources.values() for reservation in reservations}
