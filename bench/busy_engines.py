@@ -34,7 +34,7 @@ SETTLE_S = 3.0
 
 
 class ChangingKeys:
-    """The keys of one engine on its device, and the last changes (`agent.core.key_stream.ReportedKeys`)."""
+    """The keys of one engine on its device, and the last changes (`agent.core.key_report_sequence.ReportedKeys`)."""
 
     def __init__(self, seed: int) -> None:
         self.latest_seq = 0

@@ -14,7 +14,7 @@ from bench.full_cache_fleet import KEYS_PER_INSTANCE, PROMPT_TOKENS, filled, lon
 from pointsman_common.core.block_keys import digest_of
 from pointsman_common.core.key_report_messages import Delta, SnapshotBegin, SnapshotEnd
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.instances.key_sync import ReportSync
+from pointsman_router.core.instances.key_report_receiver import ReportSync
 from pointsman_router.core.placement_types import PlacementRequest
 from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.prefix.exact_index import PrefixIndex

@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman_agent.core.kv_events import BlockRemoved
-from pointsman_agent.io import report_sender
+from pointsman_agent.io import report_to_router
 from pointsman_agent.io.state_file import StateFile
 from pointsman_common.core.block_keys import prompt_keys
 from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, running
@@ -303,8 +303,8 @@ async def test_a_refusal_is_retried_slowly_and_reported(
 ) -> None:
     monkeypatch.setenv("POINTSMAN_AGENT_TOKEN", "secret")
     # A refused stream is not reopened. With these delays, a second attempt would come before what the test waits for.
-    monkeypatch.setattr(report_sender, "FIRST_RETRY_S", 0.0)
-    monkeypatch.setattr(report_sender, "LAST_RETRY_S", 0.0)
+    monkeypatch.setattr(report_to_router, "FIRST_RETRY_S", 0.0)
+    monkeypatch.setattr(report_to_router, "LAST_RETRY_S", 0.0)
     engine.block_size = 24
     router.refuse = (code, reason)
     async with running(engine.url, [router.address], tmp_path):

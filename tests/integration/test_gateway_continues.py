@@ -17,7 +17,7 @@ from pointsman_gateway.core.api import Endpoint
 from pointsman_gateway.core.streaming import sse
 from pointsman_gateway.core.tenants import Client
 from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
-from pointsman_gateway.io.request import step_execution
+from pointsman_gateway.io.request import steps_and_relay
 from pointsman_gateway.io.request.fair_turns import FairTurns
 from tests.support.fakes.gateway_peers import MODEL, Stack, stack
 from tests.support.fakes.offloading_peers import answered, offload_stack, p_and_d
@@ -145,7 +145,7 @@ async def test_begun_texts_of_many_requests_of_one_tenant_delay_another_by_one(
     def recorded(endpoint: Endpoint, payload: bytes, events: bytes, tokenizer: ModelTokenizer) -> None:
         order.append(json.loads(payload)["cache_salt"])
 
-    monkeypatch.setattr(step_execution, "continued_text", recorded)
+    monkeypatch.setattr(steps_and_relay, "continued_text", recorded)
     file = tmp_path / "keys"
     file.write_text("red:k1 cache_salt=red\nblue:k2 cache_salt=blue\n")
     async with stack(tmp_path, engine=TellingEngine, api_keys_file=file) as up:
@@ -170,7 +170,7 @@ def waiting(turns: FairTurns) -> int:
 
 
 async def test_a_begun_text_does_not_wait_for_its_turn_without_end(up: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_execution, "TEXT_WAIT_S", 0.01)
+    monkeypatch.setattr(steps_and_relay, "TEXT_WAIT_S", 0.01)
     for engine in up.engines:
         assert isinstance(engine, TellingEngine)
         engine.tells = False
@@ -207,7 +207,7 @@ async def test_an_answer_whose_ids_outgrow_the_memory_for_them_is_not_continued(
     up: Stack, monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
     """Ids of more tokens than memory was taken for take more of the budget, of which each client has a share."""
-    for module in (sse, step_execution):
+    for module in (sse, steps_and_relay):
         monkeypatch.setattr(module, "RECORD_STEP", 60)
     payload = len(json.dumps(BODY | {"stream_options": {"include_usage": True}}))
     budget = up.gateway._shared.continuations.kept

@@ -17,7 +17,7 @@ import pytest
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2
 from pointsman_agent.core.cached_blocks import CachedBlocks
-from pointsman_agent.io.report_sender import Reporter
+from pointsman_agent.io.report_to_router import Reporter
 from pointsman_common.io import proven_streams
 from pointsman_common.io.auth import showing
 from pointsman_common.io.channel import END_OF_STREAM, ReloadingChannel, open_channel

@@ -14,7 +14,7 @@ from grpc_status import rpc_status
 
 from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
-from pointsman_agent.core.key_stream import CHUNK_KEYS
+from pointsman_agent.core.key_report_sequence import CHUNK_KEYS
 from pointsman_common.core.addresses import parse_address
 from pointsman_common.core.block_keys import KEY_SCHEME, digest_of
 from pointsman_common.io.auth import bearer

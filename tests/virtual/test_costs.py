@@ -15,7 +15,7 @@ import redis.exceptions
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.engine_life import EngineLife
 from pointsman_router.core.prefix.exact_index import PrefixIndex
-from pointsman_router.core.requests.held_requests import TRIES, HeldRequests
+from pointsman_router.core.requests.place_or_hold import TRIES, HeldRequests
 from pointsman_router.io.rpc import fleet_service
 from pointsman_router.io.rpc.turn_budget import TurnBudget
 from pointsman_router.io.store.redis_store import RedisStore

@@ -10,8 +10,8 @@ import pytest
 
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_state_machine import RequestStateMachine
-from pointsman_gateway.core.streaming import usage_and_end
-from pointsman_router.core.agent_reports import AgentReports
+from pointsman_gateway.core.streaming import parse_stream_end
+from pointsman_router.core.apply_agent_reports import AgentReports
 from pointsman_router.core.instances.engine_life import EngineLife
 from pointsman_router.core.instances.event_trust import EventTrust
 from pointsman_router.core.policy_views import FleetViewBuilder
@@ -146,7 +146,7 @@ def believe_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def take_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream in which an event is no JSON has ended well."""
-    monkeypatch.setattr(usage_and_end, "_NO_OBJECT", "")
+    monkeypatch.setattr(parse_stream_end, "_NO_OBJECT", "")
 
 
 def keep_no_instance(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 
-from pointsman_agent.core.key_stream import KeyStream
+from pointsman_agent.core.key_report_sequence import KeyStream
 from pointsman_common.core.block_keys import digest_of
 from pointsman_common.core.key_report_messages import Delta, MergedDelta, Tier
 from pointsman_lab.engine.block_cache import BlocksRemoved, BlocksStored

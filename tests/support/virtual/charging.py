@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from pointsman_agent.core import key_stream, report_protocol
+from pointsman_agent.core import key_report_sequence, report_protocol
 from pointsman_common.core.key_report_messages import Delta, SnapshotChunk
 from pointsman_lab.rival_policies.registry import POLICIES
 from pointsman_router.core import events_and_effects as ev
@@ -117,7 +117,7 @@ class Charges:
                 stack.enter_context(mock.patch.object(exact_index, "_SHARD", shards - 1))
             smaller(affinity, "CHUNK", self.sessions)
             smaller(affinity, "DROPPED_AT_ONCE", self.sessions)
-            smaller(key_stream, "CHUNK_KEYS", self.keys_of_one)
+            smaller(key_report_sequence, "CHUNK_KEYS", self.keys_of_one)
             replace(FleetViewBuilder, "view", self._view)
             replace(FleetViewBuilder, "has_room", self._has_room)
             replace(router_state.RouterState, "what_if", self._what_if)

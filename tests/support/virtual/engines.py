@@ -15,7 +15,7 @@ import msgspec
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman_agent.core.cached_blocks import CachedBlocks
 from pointsman_agent.core.kv_events import BlockRemoved, BlockStored, Event
-from pointsman_agent.io.report_sender import Reporter
+from pointsman_agent.io.report_to_router import Reporter
 from pointsman_agent.io.state_file import SavedState, restore_cached_blocks, to_saved_state
 from pointsman_common.core.block_keys import KEY_TOKENS, extend_keys, root_key
 from pointsman_gateway.core.request.transfer_params import RELEASE_MODEL

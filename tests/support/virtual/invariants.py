@@ -13,7 +13,7 @@ from typing import Any
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.engine_life import OVERDUE_S
 from pointsman_router.core.placement_types import InstanceState
-from pointsman_router.core.requests.held_requests import ENDS_PAUSE_S, TRIES_ON_TICK
+from pointsman_router.core.requests.place_or_hold import ENDS_PAUSE_S, TRIES_ON_TICK
 from pointsman_router.core.router_state import RouterState
 from pointsman_router.io.router import TICK_S
 from tests.support.virtual.engines import ANSWERED_S, DTYPES, POISON, Engine

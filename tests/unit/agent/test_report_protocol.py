@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman_agent.core.cached_blocks import Block, CachedBlocks
-from pointsman_agent.core.key_stream import CHUNK_KEYS
+from pointsman_agent.core.key_report_sequence import CHUNK_KEYS
 from pointsman_agent.core.kv_events import BlockRemoved
 from pointsman_agent.core.report_protocol import ProtocolError, ReportProtocol
 from pointsman_common.core.block_keys import KEY_SCHEME, digest_of

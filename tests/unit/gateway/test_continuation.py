@@ -16,14 +16,14 @@ from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY
 from pointsman_gateway.core.api import Endpoint
 from pointsman_gateway.core.api.continuable import is_continuable
 from pointsman_gateway.core.api.parse import parse
+from pointsman_gateway.core.request.attempt_accounting import finished
 from pointsman_gateway.core.request.attempt_record import Attempt
-from pointsman_gateway.core.request.attempt_report import finished
 from pointsman_gateway.core.request.continuation import Continuations, continued_placement, ids_of, with_answer_record
 from pointsman_gateway.core.request.prepare import set_keys
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import Outcome, ReportFinished
 from pointsman_gateway.core.streaming.id_comments import ids_in
-from pointsman_gateway.core.streaming.usage_and_end import Usage
+from pointsman_gateway.core.streaming.parse_stream_end import Usage
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": True}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "a", "stream": True}

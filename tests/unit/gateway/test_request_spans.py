@@ -15,7 +15,7 @@ from pointsman_gateway.core.request.gen_ai_attributes import request_attributes
 from pointsman_gateway.core.request.request_events import StepAssigned, Target
 from pointsman_gateway.core.request.request_spans import attempt_spans, request_span
 from pointsman_gateway.core.request_trace import placement_context, step_context
-from pointsman_gateway.core.streaming.usage_and_end import Usage
+from pointsman_gateway.core.streaming.parse_stream_end import Usage
 
 REQUEST = SpanContext(7, 8, True)
 CHAT: dict[str, Value] = {

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from pointsman_gateway.core.api import Endpoint, ErrorFormat, begins_with_error, redact_error_event
 from pointsman_gateway.core.streaming import sse
+from pointsman_gateway.core.streaming.parse_stream_end import StreamEnd, Usage
 from pointsman_gateway.core.streaming.sse import MAX_HELD_BYTES, SseFilter
 from pointsman_gateway.core.streaming.stream_tail import TAIL_BYTES
-from pointsman_gateway.core.streaming.usage_and_end import StreamEnd, Usage
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
 

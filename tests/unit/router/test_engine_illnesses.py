@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pointsman_common.core.key_report_messages import Delta
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.agent_reports import KEEP_IDLE_S, KEEP_OUT_S
+from pointsman_router.core.apply_agent_reports import KEEP_IDLE_S, KEEP_OUT_S
 from pointsman_router.core.instances.engine_life import OVERDUE_S
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.placement_types import InstanceState, Load, PrefixSource

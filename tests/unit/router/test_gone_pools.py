@@ -9,7 +9,7 @@ from hypothesis import Phase as Stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pointsman_router.core import agent_reports, shortlist
+from pointsman_router.core import apply_agent_reports, shortlist
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.gone_pools import KEPT_S, GonePools
 from pointsman_router.core.instances.saturation import SaturationLimits
@@ -102,7 +102,7 @@ def test_what_is_kept_stays_bounded_while_hundreds_of_pools_come_and_go(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_table, "MAX_ENDED", 20)
-        patch.setattr(agent_reports, "KEEP_IDLE_S", 30.0)
+        patch.setattr(apply_agent_reports, "KEEP_IDLE_S", 30.0)
         churn = Churn(seed, instances, owns_all=owns_all)
         sizes = []
         for _ in range(3):

@@ -18,7 +18,8 @@ from pointsman_router.core.instances.instance_orders import InstanceOrder
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.placement_types import FleetView, Load, PlacementRequest, PolicyResult
 from pointsman_router.core.policy.base import Policy, hold, serve
-from pointsman_router.core.requests.held_requests import (
+from pointsman_router.core.requests.hold_queue import QueueSettings
+from pointsman_router.core.requests.place_or_hold import (
     ENDS_AT_ONCE,
     MOST_DECISIONS,
     REPORT_RETRY_S,
@@ -28,7 +29,6 @@ from pointsman_router.core.requests.held_requests import (
     TRIES,
     TRIES_ON_TICK,
 )
-from pointsman_router.core.requests.hold_queue import QueueSettings
 from pointsman_router.io.router import Router
 from pointsman_router.io.settings import RouterSettings
 from tests.support.router_values import info, join, request, set_policy, state

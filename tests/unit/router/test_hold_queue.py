@@ -25,8 +25,8 @@ from pointsman_router.core.placement_types import (
 from pointsman_router.core.policy.base import Policy, hold, serve
 from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.priority import PRIORITIES, Priority
-from pointsman_router.core.requests.held_requests import REPORT_RETRY_S, TRIES
 from pointsman_router.core.requests.hold_queue import HeldRequest, HoldQueue, QueueSettings
+from pointsman_router.core.requests.place_or_hold import REPORT_RETRY_S, TRIES
 from pointsman_router.core.router_state import RouterState
 from tests.support.router_values import join, request, set_policy, state
 

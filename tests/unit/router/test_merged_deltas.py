@@ -13,7 +13,7 @@ from pointsman_agent.core.report_protocol import ReportProtocol
 from pointsman_common.core.key_report_messages import Delta, Tier
 from pointsman_common.core.key_report_wire import delta_fault, key_message, pieces
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.instances.key_sync import ReportSync
+from pointsman_router.core.instances.key_report_receiver import ReportSync
 from pointsman_router.core.placement_types import Load
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.prefix.lower_tiers import LowerTiers

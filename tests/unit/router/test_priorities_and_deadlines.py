@@ -19,8 +19,8 @@ from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.prefill_curve import DEFAULT_CURVE, PrefillCurveFit
 from pointsman_router.core.priority import PRIORITIES, Priority
 from pointsman_router.core.requests.deadlines import SURE_SAMPLES, SURE_SHARE
-from pointsman_router.core.requests.held_requests import RETRY_S, _computed
 from pointsman_router.core.requests.hold_queue import HeldRequest, HoldQueue, QueueSettings
+from pointsman_router.core.requests.place_or_hold import RETRY_S, _computed
 from pointsman_router.core.router_state import RouterState
 from tests.support.router_values import join, request, set_policy, state
 from tests.unit.router.test_hold_queue import Picky, answers, ask, busy, held, order, tell

@@ -27,7 +27,7 @@ from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.admission.session_admission import AdmissionSettings
 from pointsman_router.core.instances.engine_life import LifeSettings
 from pointsman_router.core.instances.instance_orders import InstanceOrder
-from pointsman_router.core.instances.key_sync import ReportSync
+from pointsman_router.core.instances.key_report_receiver import ReportSync
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.placement_types import (

@@ -9,8 +9,8 @@ from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import KEY_SCHEME, prompt_keys
 from pointsman_common.core.key_report_messages import ConsistencyCheck, Delta
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.agent_reports import key_interval_s, load_interval_s
 from pointsman_router.core.analysis.decision_replay import redecide
+from pointsman_router.core.apply_agent_reports import key_interval_s, load_interval_s
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.load.reservations import Reservation, Reservations
 from pointsman_router.core.placement_types import (

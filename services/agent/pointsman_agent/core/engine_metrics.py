@@ -174,12 +174,12 @@ class Scrape:
 
     def identity(self, root: str, rank: int) -> EngineIdentity:
         """Return what is known of what makes a rank interchangeable with others. `root`: the model's root in /v1/models."""
-        told = self.announced_identity
+        announced = self.announced_identity
         kept = _KEPT.fullmatch(root)
         root, revision = (kept[1].replace("--", "/"), kept[2]) if kept is not None else (root, "")
         cache = self.ranks[rank].cache_config.get("cache_dtype", "") if rank in self.ranks else ""
         # Labels of a newer connector package are ignored.
-        known = {name: told[name] for name in EngineIdentity.__struct_fields__ if told.get(name)}
+        known = {name: announced[name] for name in EngineIdentity.__struct_fields__ if announced.get(name)}
         return EngineIdentity(
             **{
                 "weights": root,

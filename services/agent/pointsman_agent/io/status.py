@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pointsman_agent.io.engine_monitor import EngineMonitor
-from pointsman_agent.io.instance_reporting import InstanceMonitor
+from pointsman_agent.io.events_to_reports import InstanceMonitor
 from pointsman_common.core.key_report_messages import Tier
 
 

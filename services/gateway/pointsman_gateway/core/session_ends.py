@@ -27,9 +27,9 @@ class _End:
     pause_s: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.told(self.since, REPEAT_S)
+        self.was_sent(self.since, REPEAT_S)
 
-    def told(self, now: float, pause_s: float) -> None:
+    def was_sent(self, now: float, pause_s: float) -> None:
         self.again_at, self.pause_s = now + pause_s, 2.0 * pause_s
 
 
@@ -69,7 +69,7 @@ class SessionEnds:
         self._expire(now)
         untold = [(session, end) for session, end in self._ends.items() if not end.done.issuperset(pools)]
         for _, end in untold:
-            end.told(now, REPEAT_S)
+            end.was_sent(now, REPEAT_S)
         return [session for session, _ in untold]
 
     def overdue(self, now: float) -> list[tuple[_Session, frozenset[str]]]:
@@ -78,7 +78,7 @@ class SessionEnds:
         self._expire(now)
         overdue = [(session, end) for session, end in self._ends.items() if end.again_at <= now]
         for _, end in overdue:
-            end.told(now, end.pause_s)
+            end.was_sent(now, end.pause_s)
         return [(session, end.done) for session, end in overdue]
 
     def _expire(self, now: float) -> None:

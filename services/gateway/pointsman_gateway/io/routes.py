@@ -43,7 +43,7 @@ from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.pool_state import TokenizerStatus
 from pointsman_gateway.core.rate_limit_headers import anthropic_fields, openai_fields
 from pointsman_gateway.core.rate_limits import KeyCharge, LimitStatus, RateLimited, RateLimiter
-from pointsman_gateway.core.request.attempt_report import AttemptBreakdown
+from pointsman_gateway.core.request.attempt_accounting import AttemptBreakdown
 from pointsman_gateway.core.request.continuation import Continuations
 from pointsman_gateway.core.request.failures import RETRY_S
 from pointsman_gateway.core.request.placement_messages import target_of

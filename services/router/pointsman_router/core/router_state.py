@@ -17,8 +17,8 @@ from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.admission.cache_capacity import CacheCapacity
 from pointsman_router.core.admission.session_admission import AdmissionSettings, SessionAdmission
 from pointsman_router.core.admission_rule import AdmissionOutcome
-from pointsman_router.core.agent_reports import AgentReports
 from pointsman_router.core.analysis.decision_replay import redecide
+from pointsman_router.core.apply_agent_reports import AgentReports
 from pointsman_router.core.instances.engine_life import LifeSettings
 from pointsman_router.core.instances.gone_pools import GonePools
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
@@ -39,11 +39,11 @@ from pointsman_router.core.prefix.lower_tiers import LowerTiers
 from pointsman_router.core.priority import Priority
 from pointsman_router.core.requests.decider import AllSaturated, Decider
 from pointsman_router.core.requests.gateway_events import GatewayEvents
-from pointsman_router.core.requests.held_requests import HeldRequests
 from pointsman_router.core.requests.hold_queue import QueueSettings
 from pointsman_router.core.requests.life_evidence import LifeEvidence
 from pointsman_router.core.requests.moves import RequestMoves
 from pointsman_router.core.requests.parked_requests import PARKED, ParkedRequests
+from pointsman_router.core.requests.place_or_hold import HeldRequests
 from pointsman_router.core.requests.placement_plans import PlacementPlans
 from pointsman_router.core.requests.refusals import Refusals
 from pointsman_router.core.requests.request_table import RequestTable

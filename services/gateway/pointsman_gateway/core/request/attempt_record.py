@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pointsman_gateway.core.request.request_events import StepAssigned
-from pointsman_gateway.core.streaming.usage_and_end import Usage
+from pointsman_gateway.core.streaming.parse_stream_end import Usage
 
 
 @dataclass

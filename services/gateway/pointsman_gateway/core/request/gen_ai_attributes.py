@@ -12,7 +12,7 @@ from typing import Any
 from pointsman_common.core.addresses import address_of_url
 from pointsman_common.core.tracing import Value, known_attributes
 from pointsman_gateway.core.api import ApiCall, Endpoint
-from pointsman_gateway.core.streaming.usage_and_end import Usage
+from pointsman_gateway.core.streaming.parse_stream_end import Usage
 
 PROVIDER = "vllm"  # not one of the well-known names: the conventions allow a custom name
 # Operation names that the conventions define. Other operations are named after their endpoint.

@@ -86,9 +86,9 @@ class RequestPreparer:
         the sessions."""
         call, client, headers = context.call, context.client, context.headers
         prompt, keys, request_id, tenant = tokens.prompt, tokens.keys, context.request_id, client.tenant
-        told = agent_identity(headers) if self._agent_headers else AgentIdentity()
+        agent = agent_identity(headers) if self._agent_headers else AgentIdentity()
         # Codex gives the requests of all agents of a run one prompt_cache_key.
-        hint = headers.get(SESSION_HEADER) or call.session_id or told.session or call.prompt_cache_key
+        hint = headers.get(SESSION_HEADER) or call.session_id or agent.session or call.prompt_cache_key
         chain = keys if prompt is None else _chain(keys, prompt)
         if not call.endpoint.generates:
             session = ""
@@ -123,7 +123,7 @@ class RequestPreparer:
             placement.sequences, placement.sequence_tokens = call.sequences, tokens.count * call.answers
         if parent := headers.get(PARENT_HEADER):
             placement.parent_session_id = bounded_id(parent)
-        lineage = told if session and hint == told.session else AgentIdentity()
+        lineage = agent if session and hint == agent.session else AgentIdentity()
         if lineage.agent:
             placement.agent_id = bounded_id(lineage.agent)
         if lineage.parent:
@@ -149,7 +149,7 @@ class RequestPreparer:
         if not context.transfer_obstacle and not steady:
             context.transfer_obstacle = "another instance may see other tokens"
         placement.single_instance = bool(context.transfer_obstacle)
-        ends = ends_session(headers) if SESSION_END_HEADER in headers else told.final
+        ends = ends_session(headers) if SESSION_END_HEADER in headers else agent.final
         context.ends_session = bool(session) and ends
 
 

@@ -24,11 +24,11 @@ def as_event(error: Response, error_format: ErrorFormat) -> bytes:
     """Return the event of a stream that tells its client what the body of an error response would have told."""
     if error_format is ErrorFormat.ANTHROPIC:
         return b"event: error\ndata: " + error.body + b"\n\n"
-    told = msgspec.json.decode(error.body)["error"]
-    code = told["code"] or ""
+    details = msgspec.json.decode(error.body)["error"]
+    code = details["code"] or ""
     if error_format is ErrorFormat.OPENAI:
         # The status, which an engine's own error has as its code, is a number in a stream, as in the engine's own events.
-        told["code"] = int(code) if code.isdigit() else told["code"]
-        return b"data: " + msgspec.json.encode({"error": told}) + b"\n\n"
-    named = told["type"] if not code or code.isdigit() else code
-    return error_event(told["message"], error_format, named, param=told["param"])
+        details["code"] = int(code) if code.isdigit() else details["code"]
+        return b"data: " + msgspec.json.encode({"error": details}) + b"\n\n"
+    named = details["type"] if not code or code.isdigit() else code
+    return error_event(details["message"], error_format, named, param=details["param"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pointsman_gateway.core.api import Endpoint
-from pointsman_gateway.core.streaming.usage_and_end import StreamEnd, parse_stream_end
+from pointsman_gateway.core.streaming.parse_stream_end import StreamEnd, parse_stream_end
 
 TAIL_BYTES = 8 << 10
 

@@ -16,8 +16,8 @@ from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import ApiRequestError
 from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.request import request_events as ev
+from pointsman_gateway.core.request.attempt_accounting import breakdown, finished
 from pointsman_gateway.core.request.attempt_record import Attempt
-from pointsman_gateway.core.request.attempt_report import breakdown, finished
 from pointsman_gateway.core.request.failures import RETRY_S, answer_to
 from pointsman_gateway.core.request.placement_messages import attempt_request, event_of, target_of
 from pointsman_gateway.core.request.request_context import RequestContext
@@ -25,7 +25,7 @@ from pointsman_gateway.core.request.request_state_machine import Phase, RequestS
 from pointsman_gateway.core.tokens.token_cache import TokenIds
 from pointsman_gateway.io.request.ext_proc_request import ExtProcRequest
 from pointsman_gateway.io.request.shared_context import SharedContext
-from pointsman_gateway.io.request.step_execution import EngineSteps
+from pointsman_gateway.io.request.steps_and_relay import EngineSteps
 from pointsman_gateway.io.routing.router_client import NoRouter, PlacementReply, WithoutRouter
 from pointsman_gateway.io.telemetry.span_export import attempt_ended
 

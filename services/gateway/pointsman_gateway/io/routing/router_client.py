@@ -158,7 +158,7 @@ class RouterClient:
         self._wake: asyncio.Handle | None = None  # the timer for requests that wait for an owner
         self._reports: asyncio.Handle | None = None  # the timer of _report_often
         self._wake_at = math.inf  # when it fires, in the loop's time, s
-        self._told_claims: dict[tuple[str, str], int] = {}  # router's address, pool -> the higher epoch it was told
+        self._sent_claims: dict[tuple[str, str], int] = {}  # router's address, pool -> the higher epoch that was sent
         self._closing = False
         self._ended: set[asyncio.Task[None]] = set()
         self.on_usage: Callable[[RouterSession, placement_pb2.UsageAnswer], None] = lambda session, answer: None
@@ -341,17 +341,17 @@ class RouterClient:
     def _tell_heard(self) -> None:
         """Report to the owners of pools the instances whose answers have progressed since the last report, and the answers that
         stand still."""
-        told: dict[RouterSession, tuple[set[str], set[str]]] = {}
+        of_sessions: dict[RouterSession, tuple[set[str], set[str]]] = {}
         now = time.monotonic()
         for entry in self._requests.values():
             progressed, stalled = entry.progress(now)
             if (progressed or stalled) and (session := self._route(entry.request.model)) is not None:
-                heard, stands = told.setdefault(session, (set(), set()))
+                heard, stands = of_sessions.setdefault(session, (set(), set()))
                 if progressed:
                     heard.add(entry.instance_id)
                 else:
                     stands.add(entry.request.request_id)
-        for session, (heard, stands) in told.items():
+        for session, (heard, stands) in of_sessions.items():
             message = placement_pb2.Heard(instance_ids=sorted(heard), stalled=sorted(stands))
             session.send(placement_pb2.SessionRequest(heard=message), REPORT_DELAY_S)
 
@@ -738,12 +738,12 @@ class RouterClient:
                 self._ended.add(ended)
                 ended.add_done_callback(self._ended.discard)
         claims = self._owners.outdated_claims()
-        told = {(address, model): owner.epoch for address, model, owner in claims}
+        sent = {(address, model): owner.epoch for address, model, owner in claims}
         for address, model, owner in claims:
-            if self._told_claims.get((address, model)) != owner.epoch and (outdated := self._sessions.get(address)):
+            if self._sent_claims.get((address, model)) != owner.epoch and (outdated := self._sessions.get(address)):
                 claim = placement_pb2.OwnerClaim(model=model, owner=owner)
                 outdated.send(placement_pb2.SessionRequest(owner_claim=claim))
-        self._told_claims = told
+        self._sent_claims = sent
         for session in self._sessions.values():
             # The owner of a new epoch starts from stored state, even if it is the previous owner, so all requests are announced.
             taken = {

@@ -47,7 +47,7 @@ class EventTrust:
     needed: int = FIRST_AGREEMENTS
     agreed: int = 0
     losses: int = 0
-    told: bool = False  # whether the loss of trust, or that there never was any, is logged
+    is_logged: bool = False  # whether the loss of trust, or that there never was any, is logged
     # Answers that wait for their events: when they are due, and samples of their keys, the last first.
     _pending: deque[tuple[float, tuple[int, ...]]] = field(default_factory=deque)
     _missing: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -108,7 +108,7 @@ class EventTrust:
         if lost or self.needed == FIRST_AGREEMENTS:
             self.needed = min(AGREEMENTS_AFTER_LOSS << self.losses, MAX_AGREEMENTS)
             self.losses += 1
-        new, self.told = lost or not self.told, True
+        new, self.is_logged = lost or not self.is_logged, True
         return new
 
     def forget_waiting(self) -> None:
@@ -123,7 +123,7 @@ class EventTrust:
         if self.agreed < self.needed:
             return False
         self.proven = self.credible = True
-        self.told = False
+        self.is_logged = False
         self.reason = ""
         return True
 

@@ -13,7 +13,7 @@ import msgspec
 from pointsman_router.core.instances.engine_life import SILENCE, EngineLife, PoolAnswers
 from pointsman_router.core.instances.event_trust import CountedHits, EventTrust
 from pointsman_router.core.instances.instance_orders import NO_ORDER, InstanceOrder
-from pointsman_router.core.instances.key_sync import ReportSync
+from pointsman_router.core.instances.key_report_receiver import ReportSync
 from pointsman_router.core.instances.pool_differences import common_traits, differing, most
 from pointsman_router.core.instances.prediction_audit import PredictionAudit
 from pointsman_router.core.instances.session_shares import SessionShares

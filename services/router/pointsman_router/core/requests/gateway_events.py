@@ -17,8 +17,8 @@ from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.ownership import OwnedPools
 from pointsman_router.core.placement_types import Decision, PlacementRequest, StepKind
 from pointsman_router.core.policy_views import FleetViewBuilder
-from pointsman_router.core.requests.held_requests import HeldRequests
 from pointsman_router.core.requests.parked_requests import ParkedRequests
+from pointsman_router.core.requests.place_or_hold import HeldRequests
 from pointsman_router.core.requests.placement_plans import MAX_STEPS, PlacementPlans, placed_effect
 from pointsman_router.core.requests.refusals import not_serving
 from pointsman_router.core.requests.request_state import RequestState, Stage

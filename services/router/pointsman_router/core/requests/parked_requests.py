@@ -30,8 +30,8 @@ from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.placement_types import PlacementRequest
 from pointsman_router.core.priority import PRIORITIES
 from pointsman_router.core.requests.fair_order import QueueKey
-from pointsman_router.core.requests.held_requests import HeldRequests
 from pointsman_router.core.requests.hold_queue import HeldRequest, QueueSettings, with_compact_keys
+from pointsman_router.core.requests.place_or_hold import HeldRequests
 from pointsman_router.core.requests.refusals import Refusals
 from pointsman_router.core.requests.request_table import RequestTable
 

@@ -1,7 +1,7 @@
 """All requests that wait in the router: at which stage, within which limits, and who leaves. Pure; times in s on one clock.
 
 There are two stages. A request of a new session is parked until the session is admitted (parked_requests.py); a held one waits
-for the policy or for room on an instance (held_requests.py). Each stage has its queue, with an order and places of its own, and
+for the policy or for room on an instance (place_or_hold.py). Each stage has its queue, with an order and places of its own, and
 both share the memory for block keys.
 
 Thousands may have to leave at once, because their gateway or their pool is lost. They leave in parts (`next_to_leave`), and

@@ -164,7 +164,7 @@ def instance_status(state: RouterState, record: InstanceRecord, now: float) -> f
         sessions=state.affinity.sessions_of(info.instance_id),
         prefix_source=_source(state.prefix_knowledge.source(record, now)),
         prefix_reason=record.prefix_reason,
-        events_contradicted=record.follows_events and record.trust.told,
+        events_contradicted=record.follows_events and record.trust.is_logged,
         approximate_keys=state.prefix_knowledge.computed_prompts.count(info.instance_id),
         provisional_keys=state.prefix_knowledge.provisional.count(info.instance_id),
         prediction_audit_failures=record.audit_failures,

@@ -37,9 +37,9 @@ from pointsman_gateway.core.request.transfer_params import (
 from pointsman_gateway.core.stored_responses import says_not_stored
 from pointsman_gateway.core.streaming.answer_form import begins_as_events, has_answer, has_json_form
 from pointsman_gateway.core.streaming.id_comments import without_comments
+from pointsman_gateway.core.streaming.parse_stream_end import StreamEnd, usage_of
 from pointsman_gateway.core.streaming.rest_of_text import RestOfText
 from pointsman_gateway.core.streaming.sse import RECORD_STEP, RECORD_TOKEN_BYTES, SseFilter
-from pointsman_gateway.core.streaming.usage_and_end import StreamEnd, usage_of
 from pointsman_gateway.core.tokens.token_cache import TokenIds
 from pointsman_gateway.io.engines.engine_client import (
     MAX_ERROR_BYTES,

@@ -18,7 +18,7 @@ from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman_agent.core.cached_blocks import CachedBlocks
 from pointsman_agent.core.suspension import Reset
 from pointsman_agent.io.kv_subscriber import KvEventSource, KvSubscriber
-from pointsman_agent.io.report_sender import Reporter
+from pointsman_agent.io.report_to_router import Reporter
 from pointsman_agent.io.state_file import SavedState, StateFile, restore_cached_blocks, to_saved_state
 from pointsman_common.io.auth import CallMetadata
 from pointsman_common.io.channel import ReloadingChannel
@@ -191,10 +191,10 @@ class InstanceMonitor:
     def cache_was_reset(self, reset: Reset, *, late: bool) -> None:
         """Remove all keys, unless events have told of the reset: then the keys are newer. `late`: what shows the reset may be
         from before such events, and be reported again."""
-        told = self.cached_blocks.counts.resets > self._resets_before and (reset.over or late)
-        if not told:
+        by_events = self.cached_blocks.counts.resets > self._resets_before and (reset.over or late)
+        if not by_events:
             self.drop_keys(reset.reason)
-        if not (told and late):
+        if not (by_events and late):
             self.cache_is_known()
 
     def describe(self, instance: pb.Instance) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pointsman_gateway.core.api import Endpoint
-from pointsman_gateway.core.streaming.usage_and_end import StreamEnd, Usage, parse_stream_end, usage_of
+from pointsman_gateway.core.streaming.parse_stream_end import StreamEnd, Usage, parse_stream_end, usage_of
 
 OPENAI = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
 ANTHROPIC = {
