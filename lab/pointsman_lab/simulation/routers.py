@@ -141,5 +141,5 @@ class Routers:
         reservations, age_s = tuple(stored.reservations.values()), now - stored.idle_stored_at
         taken = ev.PoolTaken(pool, reservations, stored.mean_work, stored.idle_sessions, age_s, stored.facts)
         self.deliver(name, taken, now)
-        self.deliver(name, ev.SessionsRead(pool, dict(stored.sessions)), now)
+        self.deliver(name, ev.SessionsRead(pool, dict(stored.sessions), last=True), now)
         return name

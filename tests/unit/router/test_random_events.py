@@ -637,9 +637,13 @@ class StateMachine(RuleBasedStateMachine):
     def take(self, pool: str) -> None:
         self.handle(ev.PoolTaken(pool, tuple(self.kept[pool].values())))
 
-    @rule(pool=st.sampled_from("mn"), sessions=st.dictionaries(st.sampled_from(["/s1", "/s2"]), INSTANCES, max_size=2))
-    def read_sessions(self, pool: str, sessions: dict[str, str]) -> None:
-        self.handle(ev.SessionsRead(pool, sessions))
+    @rule(
+        pool=st.sampled_from("mn"),
+        sessions=st.dictionaries(st.sampled_from(["/s1", "/s2"]), INSTANCES, max_size=2),
+        last=st.booleans(),
+    )
+    def read_sessions(self, pool: str, sessions: dict[str, str], last: bool) -> None:
+        self.handle(ev.SessionsRead(pool, sessions, last))
 
     @rule(session=st.sampled_from(["s1", "s2", ""]), gateway=GATEWAYS)
     def end_session(self, session: str, gateway: str) -> None:

@@ -127,6 +127,20 @@ def test_sessions_that_the_store_still_has_stay_ended_at_a_new_owner() -> None:
     router.check_invariants()
 
 
+def test_an_end_is_stored_while_the_sessions_are_still_read() -> None:
+    """It is confirmed then, and this router may lose the pool before it reads the session."""
+    router = fleet(owns_all=False)
+    router.handle(ev.PoolTaken("m"), 1.0)
+    finish(router, 1.0)
+    effects = router.handle(END, 2.0)
+    assert disowned(effects) == [("t/s", "m")]
+    assert effects[-1] == ev.SessionEndApplied("g", "t", "s", ("m",))
+    router.handle(ev.SessionsRead("m", {"t/two": "a"}), 3.0)
+    assert disowned(router.handle(ev.SessionEnded("t", "two", "g"), 4.0)) == [("t/two", "m")], "once"
+    router.handle(ev.SessionsRead("m", {}, last=True), 5.0)
+    assert disowned(router.handle(ev.SessionEnded("t", "three", "g"), 6.0)) == [], "the store has no other session"
+
+
 def test_a_session_that_began_again_keeps_its_owner_when_the_old_one_is_read() -> None:
     router = fleet(owns_all=False)
     join(router, "c", 3, served_names=())

@@ -234,10 +234,11 @@ class PoolTaken(msgspec.Struct, frozen=True, gc=False):
 
 class SessionsRead(msgspec.Struct, frozen=True, gc=False):
     """Session owners (session -> instance id) that were read from the shared store for a pool that this replica took over. An
-    owner that was set since the takeover is kept instead."""
+    owner that was set since the takeover is kept instead. `last`: all have been read."""
 
     pool: str
     sessions: Mapping[str, str]
+    last: bool = False
 
 
 class PoolLost(msgspec.Struct, frozen=True, gc=False):

@@ -18,7 +18,7 @@ class SessionOwners:
         self._affinity = affinity
         self._instances = instances
         self._owned = owned
-        self._taken_at: dict[str, float] = {}
+        self._taken_at: dict[str, float] = {}  # pools whose sessions are being read, and since when
 
     def pool_taken(self, pool: str, now: float) -> None:
         """Apply the takeover of a pool, whose sessions are read from now on. Mutates."""
@@ -38,6 +38,8 @@ class SessionOwners:
                     effects.append(ev.SessionDisowned(session, event.pool))
             else:
                 self._affinity.recall(event.pool, session, owner, now)
+        if event.last:
+            self._taken_at.pop(event.pool, None)
         return effects
 
     def end(self, event: ev.SessionEnded, now: float) -> list[ev.Effect]:
@@ -45,7 +47,9 @@ class SessionOwners:
         if not event.session:
             return []
         disowned = self._affinity.end(event.session, now)
-        effects: list[ev.Effect] = [ev.SessionDisowned(event.session, pool) for pool in disowned]
+        # An owner that is not read yet must not come back by another replica after the end is confirmed.
+        unread = self._taken_at.keys() - disowned
+        effects: list[ev.Effect] = [ev.SessionDisowned(event.session, pool) for pool in (*disowned, *sorted(unread))]
         if event.gateway_id:
             pools = tuple(pool.model for pool in self._instances.pools() if self._owned.owns(pool.model))
             effects.append(ev.SessionEndApplied(event.gateway_id, event.tenant, event.session_id, pools))

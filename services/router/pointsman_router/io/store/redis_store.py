@@ -604,7 +604,7 @@ class RedisStore:
         values = {str(name): str(value) for name, value in found.items()}
         if reading.reservations_read:
             reading.sessions += len(values)
-            self._on_event(ev.SessionsRead(pool.name, values))
+            self._on_event(ev.SessionsRead(pool.name, values, last=not reading.cursor))
             if not reading.cursor:
                 pool.reading = None
                 log.info("read all sessions of a pool", pool=pool.name, sessions=reading.sessions)
