@@ -369,7 +369,7 @@ def _places(router: Any, model: str, now: float) -> bool:
     return router.store.may_place(model) and router.state.owned.owns(model) and not router.state.starting(now, model)
 
 
-def check_placed_by_one(world: Any, router: Any, effects: list[ev.Effect]) -> None:
+def check_placed_by_one(world: Any, router: Any, node: Node, effects: list[ev.Effect]) -> None:
     """Check that no two routers make placements in one pool for longer than gateways take to tell. One that would place, but that
     no gateway asks, cannot know of the other. Raises InvariantViolation."""
     now = asyncio.get_running_loop().time()
@@ -378,15 +378,18 @@ def check_placed_by_one(world: Any, router: Any, effects: list[ev.Effect]) -> No
             continue
         pool = effect.decision.pool
         placed_at = world.placed_at[pool]
-        placed_at[router] = now
         others = [other for other in world.live_routers() if other is not router and _places(other, pool, now)]
         if not others:
+            placed_at.clear()
             world.both_since.pop(pool, None)
             continue
-        until = world.both_since.setdefault(pool, now) + TOLD_S
-        if now > until and (both := [other for other in others if placed_at.get(other, 0.0) > until]):
-            names = [placing.settings.router_id for placing in (router, *both)]
-            raise InvariantViolation(f"{names} all place in {pool}")
+        # Without the time for which it was stopped, or computed: what came meanwhile is handled in its order.
+        placed_at[router] = now - _blocked_s(node, world.both_since.get(pool, now), now)
+        if any(other in placed_at for other in others):
+            until = world.both_since.setdefault(pool, now) + TOLD_S
+            both = [placing for placing in (router, *others) if placed_at.get(placing, 0.0) > until]
+            if router in both and len(both) > 1:
+                raise InvariantViolation(f"{[placing.settings.router_id for placing in both]} all place in {pool}")
 
 
 async def check_at_rest(world: Any, models: tuple[str, ...]) -> None:

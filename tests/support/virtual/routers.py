@@ -53,7 +53,7 @@ class CheckedRouter(Router):
         effects: list[ev.Effect] = self._world.charges.submit(super().submit, event, held=held)
         if passes:
             invariants.check_held(self.state, self._ticked_at, time.monotonic())
-        invariants.check_placed_by_one(self._world, self, effects)
+        invariants.check_placed_by_one(self._world, self, self._node, effects)
         self._world.lives.handled(self, event, effects)
         each = self._world.check_each
         if each and (each == 1 or not isinstance(event, ev.LoadReported)):

@@ -316,9 +316,9 @@ class World:
         self.network = Network(rng)
         self.redis = virtual_store.VirtualRedis()
         self.both_since: dict[str, float] = {}
-        """Pool -> since when two routers would place in it, s."""
+        """Pool -> since when two routers have placed in it, s."""
         self.placed_at: defaultdict[str, dict[CheckedRouter, float]] = defaultdict(dict)
-        """Pool -> the time of each router's last placement in it, s."""
+        """Pool -> when each router placed last in it while another one would place, s."""
         self.policy = policy or rng.choice(POLICIES)
         self.queue_size = 256 if policy else rng.choice((2, 256))
         layerwise = rng.random() < 0.5
