@@ -509,6 +509,7 @@ async def test_several_processes_of_a_gateway_are_one_picker(tmp_path: Path) -> 
         }
         async with gateway_running(settings) as (_, log):
             await ready(await logged_url(log))
+            await eventually(lambda: sum(b"gateway serves proxies" in line for line in log) == 2, "both processes serve")
             endpoints = [engine.url.removeprefix("http://") for engine in up.engines]
             async with (
                 envoy_beside(EnvoySettings(endpoints, [port]), tmp_path) as url,
@@ -516,7 +517,6 @@ async def test_several_processes_of_a_gateway_are_one_picker(tmp_path: Path) -> 
                 http.post(f"{url}/v1/chat/completions", json=BODY) as answer,
             ):
                 assert answer.status == 200, await answer.text()
-        assert sum(b"gateway serves proxies" in line for line in log) == 2
 
 
 async def test_an_address_in_use_is_reported(tmp_path: Path) -> None:
