@@ -23,7 +23,7 @@ from bench.many_agents import LOAD_INTERVAL_S, NICENESS, ON_A_NODE
 from pointsman.agent.v1 import agent_pb2
 from pointsman_agent.core.report_protocol import ReportProtocol
 from pointsman_common.core.block_keys import digest_of
-from pointsman_common.core.key_report_messages import Delta, Tier
+from pointsman_common.core.key_report_types import Delta, Tier
 from pointsman_common.io.channel import open_channel
 from tests.support.router import Client
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.figures import Figure, percentile
 from bench.full_cache_fleet import KEYS_PER_INSTANCE, PROMPT_TOKENS, filled, long_prompt
 from pointsman_common.core.block_keys import digest_of
-from pointsman_common.core.key_report_messages import Delta, SnapshotBegin, SnapshotEnd
+from pointsman_common.core.key_report_types import Delta, SnapshotBegin, SnapshotEnd
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.key_report_receiver import ReportSync
 from pointsman_router.core.placement_types import PlacementRequest

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from pointsman_common.core.block_keys import KEY_SCHEME, digest_of, prompt_keys
-from pointsman_common.core.key_report_messages import SnapshotBegin, SnapshotChunk, SnapshotEnd
+from pointsman_common.core.key_report_types import SnapshotBegin, SnapshotChunk, SnapshotEnd
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.event_trust import EventTrust
 from pointsman_router.core.placement_types import InstanceInfo

@@ -11,7 +11,7 @@ import pytest
 from pointsman_agent.core.cached_blocks import CachedBlocks
 from pointsman_agent.core.kv_events import decode_batch
 from pointsman_common.core.block_keys import prompt_keys
-from pointsman_common.core.key_report_messages import Tier
+from pointsman_common.core.key_report_types import Tier
 from tests.support.engines.vllm_questions import Vllm
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]

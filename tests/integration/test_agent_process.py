@@ -15,7 +15,7 @@ from pointsman_agent.core.cached_blocks import CachedBlocks
 from pointsman_agent.core.kv_events import END_OF_REPLAY
 from pointsman_agent.io.kv_subscriber import KvEventSource, KvSubscriber
 from pointsman_common.core.block_keys import prompt_keys
-from pointsman_common.core.key_report_messages import Tier
+from pointsman_common.core.key_report_types import Tier
 from tests.support.fakes.agent_peers import FakeEngine, FakeRouter
 from tests.support.kv_events import store, tokens_of
 from tests.support.processes.process import free_port

@@ -22,7 +22,7 @@ from aiohttp import web
 from pointsman_agent.core.cached_blocks import CachedBlocks
 from pointsman_agent.core.kv_events import decode_batch
 from pointsman_common.core.block_keys import prompt_keys
-from pointsman_common.core.key_report_messages import Tier
+from pointsman_common.core.key_report_types import Tier
 from pointsman_lab.emulator.emulated_engine import EmulatedEngine, EmulateSettings, start
 from pointsman_lab.emulator.http_routes import EngineApp
 from pointsman_lab.emulator.scripted_answers import Piece

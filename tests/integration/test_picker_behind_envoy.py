@@ -509,7 +509,9 @@ async def test_several_processes_of_a_gateway_are_one_picker(tmp_path: Path) -> 
         }
         async with gateway_running(settings) as (_, log):
             await ready(await logged_url(log))
-            await eventually(lambda: sum(b"gateway serves proxies" in line for line in log) == 2, "both processes serve")
+            await eventually(
+                lambda: sum(b"gateway serves proxies" in line for line in log) == 2, "both processes serve"
+            )
             endpoints = [engine.url.removeprefix("http://") for engine in up.engines]
             async with (
                 envoy_beside(EnvoySettings(endpoints, [port]), tmp_path) as url,

@@ -6,7 +6,7 @@ from typing import Any
 
 from pointsman_agent.core.cached_blocks import CachedBlocks
 from pointsman_agent.core.kv_events import BlockStored
-from pointsman_common.core.key_report_messages import Tier
+from pointsman_common.core.key_report_types import Tier
 
 MODEL = "tiny"
 BLOCK = 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pointsman_common.core.block_keys import KEY_SCHEME, digest_of, prompt_keys
-from pointsman_common.core.key_report_messages import SnapshotBegin, SnapshotChunk, SnapshotEnd
+from pointsman_common.core.key_report_types import SnapshotBegin, SnapshotChunk, SnapshotEnd
 from pointsman_lab.rival_policies.registry import make_policy
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.event_trust import EventTrust

@@ -13,7 +13,7 @@ import redis
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman_common.core import key_report_wire
-from pointsman_common.core.key_report_messages import SnapshotBegin
+from pointsman_common.core.key_report_types import SnapshotBegin
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.policy_comparison import PolicyComparison
 from pointsman_router.core.load.affinity import Affinity
@@ -22,7 +22,7 @@ from pointsman_router.core.placement_types import Decision, Load
 from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.io.convert import instance_messages
+from pointsman_router.io.convert import instance_and_load_messages
 from pointsman_router.io.convert.sent_fleet import SentFleet
 from pointsman_router.io.store import redis_scripts
 from pointsman_router.io.store.redis_store import BATCH, _change, _read
@@ -123,7 +123,7 @@ def _reports() -> Iterator[tuple[str, float]]:
     def report() -> None:
         for number in range(2_000):
             message = agent_pb2.ReportRequest.FromString(raw)
-            sample: Load = instance_messages.load(message.load, 0.0)
+            sample: Load = instance_and_load_messages.load(message.load, 0.0)
             fleet.handle(ev.LoadReported(number % 64 + 1, f"i{number % 64:04}", sample), 0.0)
 
     yield "EVENT_S", _each(report, 2_000)

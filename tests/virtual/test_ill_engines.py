@@ -12,9 +12,9 @@ from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_state_machine import RequestStateMachine
 from pointsman_gateway.core.streaming import parse_stream_end
 from pointsman_router.core.apply_agent_reports import AgentReports
+from pointsman_router.core.fleet_view_builder import FleetViewBuilder
 from pointsman_router.core.instances.engine_life import EngineLife
 from pointsman_router.core.instances.event_trust import EventTrust
-from pointsman_router.core.policy_views import FleetViewBuilder
 from tests.support.virtual.engines import Illness, Traits
 from tests.support.virtual.illnesses import falls_ill, hangs
 from tests.support.virtual.run import Ill, ill_of, run

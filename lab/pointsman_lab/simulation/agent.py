@@ -15,7 +15,7 @@ from itertools import chain
 
 from pointsman_agent.core.key_report_sequence import KeyStream
 from pointsman_common.core.block_keys import digest_of
-from pointsman_common.core.key_report_messages import Delta, MergedDelta, Tier
+from pointsman_common.core.key_report_types import Delta, MergedDelta, Tier
 from pointsman_lab.engine.block_cache import BlocksRemoved, BlocksStored
 from pointsman_lab.engine.host_tier import HOST, STORAGE, OffloadedRemoved, OffloadedStored
 from pointsman_lab.engine.interface import Event, Preempted

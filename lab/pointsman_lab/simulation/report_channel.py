@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-from pointsman_common.core.key_report_messages import ConsistencyCheck, Delta
+from pointsman_common.core.key_report_types import ConsistencyCheck, Delta
 from pointsman_lab.simulation.event_queue import EventQueue
 from pointsman_router.core import events_and_effects as ev
 

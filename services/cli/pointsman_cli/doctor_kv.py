@@ -19,7 +19,7 @@ from pointsman_cli.doctor_findings import TIMEOUT_S, EngineAccess, Finding, comp
 from pointsman_common.core.engine_identity import Use, compatible
 from pointsman_common.core.kv_transfer_params import mooncake_fetch, mooncake_send, nixl_send
 from pointsman_router.core.instances.kv_refusals import refused_senders
-from pointsman_router.io.convert import instance_messages
+from pointsman_router.io.convert import instance_and_load_messages
 
 # Tokens of an answer that is compared.
 ANSWER_TOKENS = 8
@@ -40,7 +40,7 @@ MAX_PAIRS = 32
 def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
     """Yield whether the instances of a pool that have a KV connector can transfer KV."""
     able = [instance for instance in pool if instance.kv_transfer.protocol]
-    refused = refused_senders(instance_messages.instance_info(instance) for instance in able)
+    refused = refused_senders(instance_and_load_messages.instance_info(instance) for instance in able)
     for instance in able:
         name, kv = f"{instance.instance_id} KV transfer", instance.kv_transfer
         for sender in refused.get(instance.instance_id, ()):
@@ -84,7 +84,7 @@ def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
 
 def _kv_passes(source: agent_pb2.Instance, target: agent_pb2.Instance) -> bool:
     gives, takes = source.kv_transfer, target.kv_transfer
-    one, other = (instance_messages.instance_info(instance) for instance in (source, target))
+    one, other = (instance_and_load_messages.instance_info(instance) for instance in (source, target))
     return (
         gives.role != agent_pb2.KV_ROLE_CONSUMER
         and takes.role != agent_pb2.KV_ROLE_PRODUCER
@@ -107,7 +107,7 @@ def answers(pool: Sequence[agent_pb2.Instance], access: EngineAccess) -> Iterato
 def pairs_of(pool: Sequence[agent_pb2.Instance]) -> Iterator[tuple[agent_pb2.Instance, agent_pb2.Instance]]:
     """Yield each instance that can send KV, with the next one in the order of `pool` that can receive it and does not refuse
     it."""
-    refused = refused_senders(map(instance_messages.instance_info, pool))
+    refused = refused_senders(map(instance_and_load_messages.instance_info, pool))
     pool = [instance for instance in pool if instance.kv_transfer.protocol]
     for number, source in enumerate(pool):
         for target in itertools.chain(pool[number + 1 :], pool[:number]):

@@ -13,12 +13,12 @@ from typing import Any
 from unittest import mock
 
 from pointsman_agent.core import key_report_sequence, report_protocol
-from pointsman_common.core.key_report_messages import Delta, SnapshotChunk
+from pointsman_common.core.key_report_types import Delta, SnapshotChunk
 from pointsman_lab.rival_policies.registry import POLICIES
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core import router_state
+from pointsman_router.core.fleet_view_builder import FleetViewBuilder
 from pointsman_router.core.load import affinity
-from pointsman_router.core.policy_views import FleetViewBuilder
 from pointsman_router.core.prefix import exact_index
 from pointsman_router.core.shortlist import MAX_FULL_VIEW
 from pointsman_router.io.convert.sent_fleet import SentFleet

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pointsman_agent.core.cached_blocks import CachedBlocks
 from pointsman_agent.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, decode_batch
 from pointsman_common.core.block_keys import digest_of, extend_keys, prompt_keys, root_key
-from pointsman_common.core.key_report_messages import Delta, Tier
+from pointsman_common.core.key_report_types import Delta, Tier
 from tests.support.kv_events import BLOCK, MODEL, PER_BLOCK, hash_of, pairs_of, store, tokens_of
 
 

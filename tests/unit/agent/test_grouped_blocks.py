@@ -15,7 +15,7 @@ from pointsman_agent.core.cached_blocks import CachedBlocks
 from pointsman_agent.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from pointsman_agent.io.state_file import restore_cached_blocks, to_saved_state
 from pointsman_common.core.block_keys import KEY_TOKENS, prompt_keys
-from pointsman_common.core.key_report_messages import Tier
+from pointsman_common.core.key_report_types import Tier
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 
 MODEL = "tiny"

@@ -11,7 +11,7 @@ from pointsman_agent.core.cached_blocks import CachedBlocks
 from pointsman_agent.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from pointsman_agent.io.state_file import restore_cached_blocks, to_saved_state
 from pointsman_common.core.block_keys import prompt_keys
-from pointsman_common.core.key_report_messages import Tier
+from pointsman_common.core.key_report_types import Tier
 from tests.support.kv_events import MODEL, hash_of, store, tokens_of
 
 Path = tuple[int, ...]

@@ -15,7 +15,7 @@ from pointsman_agent.core.key_report_sequence import CHUNK_KEYS
 from pointsman_agent.core.kv_events import BlockRemoved
 from pointsman_agent.core.report_protocol import ProtocolError, ReportProtocol
 from pointsman_common.core.block_keys import KEY_SCHEME, digest_of
-from pointsman_common.core.key_report_messages import Tier
+from pointsman_common.core.key_report_types import Tier
 from tests.support.kv_events import PER_BLOCK, hash_of, pairs_of, store
 
 INTERVALS = {"consistency_check_interval_s": 5.0, "report_interval_s": 0.25}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pointsman_agent.core.cached_blocks import CachedBlocks
 from pointsman_agent.io.state_file import SEQ_JUMP, StateFile, restore_cached_blocks, to_saved_state
-from pointsman_common.core.key_report_messages import Tier
+from pointsman_common.core.key_report_types import Tier
 from tests.support.kv_events import store
 
 

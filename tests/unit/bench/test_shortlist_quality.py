@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.shortlist import CASES, VARIABLE, Case, cases, shortlist
-from pointsman_router.core import policy_views
+from pointsman_router.core import fleet_view_builder
 from pointsman_router.core.policy.base import SettingError
 
 
@@ -36,7 +36,7 @@ def test_the_same_draws_are_placed_with_and_without(monkeypatch: pytest.MonkeyPa
     # In so small a pool all candidates are considered, with or without a shortlist.
     assert {figure.ratio for figure in small.values()} == {1.0}
     assert "paired ratio 1.000, 1.000 to 1.000 (2 draws of" in small["shortlist_unified_6_knee_ttft_p90_s"].note
-    monkeypatch.setattr(policy_views, "MAX_FULL_VIEW", 2)
+    monkeypatch.setattr(fleet_view_builder, "MAX_FULL_VIEW", 2)
     monkeypatch.setattr("pointsman_router.core.shortlist.LEAST_LOADED", 1)
     monkeypatch.setattr("pointsman_router.core.shortlist.MOST_CACHED", 1)
     short = {figure.metric: figure for figure in shortlist()}

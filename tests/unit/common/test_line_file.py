@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from pointsman_common.io import line_file
 from pointsman_common.io.line_file import KEPT_FILES, LineFile, LineWriter, LostLines
 from pointsman_common.io.logs import configure_logs
-from pointsman_gateway.core.request.attempt_accounting import AttemptBreakdown
+from pointsman_gateway.core.request.attempt_end_reports import AttemptBreakdown
 from pointsman_gateway.io.telemetry.line_log import LineLog
 from pointsman_router.io.telemetry.decision_log import DecisionLog
 

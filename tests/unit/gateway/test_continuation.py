@@ -16,7 +16,7 @@ from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY
 from pointsman_gateway.core.api import Endpoint
 from pointsman_gateway.core.api.continuable import is_continuable
 from pointsman_gateway.core.api.parse import parse
-from pointsman_gateway.core.request.attempt_accounting import finished
+from pointsman_gateway.core.request.attempt_end_reports import finished
 from pointsman_gateway.core.request.attempt_record import Attempt
 from pointsman_gateway.core.request.continuation import Continuations, continued_placement, ids_of, with_answer_record
 from pointsman_gateway.core.request.prepare import set_keys

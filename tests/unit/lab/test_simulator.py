@@ -11,7 +11,7 @@ import pytest
 import typer
 from msgspec import structs
 
-from pointsman_common.core.key_report_messages import Tier
+from pointsman_common.core.key_report_types import Tier
 from pointsman_lab.engine.cost_profile import Profile, ProfileError, load_profile
 from pointsman_lab.engine.interface import EngineConfig
 from pointsman_lab.engine.prompt_content import NamedPrompt

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pointsman_common.core.key_report_messages import Delta, SnapshotBegin, Tier
+from pointsman_common.core.key_report_types import Delta, SnapshotBegin, Tier
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.admission.cache_capacity import MOST_BELOW, Capacity
 from pointsman_router.core.admission.session_admission import AdmissionSettings

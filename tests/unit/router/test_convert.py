@@ -12,7 +12,7 @@ from msgspec import structs
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core import key_report_wire
-from pointsman_common.core.key_report_messages import SnapshotChunk, Tier
+from pointsman_common.core.key_report_types import SnapshotChunk, Tier
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.placement_types import (
     Gpu,
@@ -25,7 +25,7 @@ from pointsman_router.core.placement_types import (
     WrongKv,
 )
 from pointsman_router.core.priority import Priority
-from pointsman_router.io.convert import gateway_messages, instance_messages
+from pointsman_router.io.convert import gateway_messages, instance_and_load_messages
 from pointsman_router.io.convert.times import duration, seconds
 
 words = st.text(max_size=20)
@@ -120,12 +120,12 @@ TIERS = st.dictionaries(
 
 @given(instances)
 def test_an_instance_comes_back(info: InstanceInfo) -> None:
-    assert instance_messages.instance_info(instance_messages.instance_to_wire(info)) == info
+    assert instance_and_load_messages.instance_info(instance_and_load_messages.instance_to_wire(info)) == info
 
 
 @given(loads)
 def test_a_load_comes_back(load: Load) -> None:
-    assert instance_messages.load(instance_messages.load_to_wire(load, 7.0), 7.0) == load
+    assert instance_and_load_messages.load(instance_and_load_messages.load_to_wire(load, 7.0), 7.0) == load
 
 
 @given(ends)

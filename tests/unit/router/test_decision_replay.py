@@ -172,12 +172,12 @@ def test_a_malformed_line_is_reported_with_file_line_and_reason(tmp_path: Path) 
 
 def test_an_instance_that_reports_nonsense_leaves_the_log_readable(tmp_path: Path) -> None:
     from pointsman.agent.v1 import agent_pb2
-    from pointsman_router.io.convert import instance_messages
+    from pointsman_router.io.convert import instance_and_load_messages
 
     router = state()
     join(router, "a", 1)
     wire = agent_pb2.Load(healthy=True, kv_usage=float("nan"))
-    router.handle(ev.LoadReported(1, "a", instance_messages.load(wire, 1.0)), 1.0)
+    router.handle(ev.LoadReported(1, "a", instance_and_load_messages.load(wire, 1.0)), 1.0)
     answer = place(router, request(tokens=5))
     assert isinstance(answer, ev.Placed)
     assert answer.decision.view.candidates[0].kv_usage is None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pointsman_common.core.key_report_messages import Delta
+from pointsman_common.core.key_report_types import Delta
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.apply_agent_reports import KEEP_IDLE_S, KEEP_OUT_S
 from pointsman_router.core.instances.engine_life import OVERDUE_S

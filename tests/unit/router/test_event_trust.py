@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pointsman_common.core.block_keys import prompt_keys
-from pointsman_common.core.key_report_messages import Delta
+from pointsman_common.core.key_report_types import Delta
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.placement_types import InstanceState, Load, PrefixSource
 from pointsman_router.core.router_state import RouterState

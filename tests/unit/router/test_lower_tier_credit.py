@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from pointsman_common.core.block_keys import KEY_SCHEME, digest_of, prompt_keys
-from pointsman_common.core.key_report_messages import Delta, SnapshotBegin, SnapshotChunk, SnapshotEnd, Tier
+from pointsman_common.core.key_report_types import Delta, SnapshotBegin, SnapshotChunk, SnapshotEnd, Tier
 from pointsman_lab.rival_policies.registry import POLICIES, make_policy
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.decision_replay import differences, inputs_digest, redecide

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman_common.core.key_report_messages import Tier
+from pointsman_common.core.key_report_types import Tier
 from pointsman_router.core.prefix import lower_tiers
 from pointsman_router.core.prefix.exact_index import IndexFull
 from pointsman_router.core.prefix.lower_tiers import MOST_CONTINUED, LowerBlocks, LowerTiers

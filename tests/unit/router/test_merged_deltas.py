@@ -10,7 +10,7 @@ from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman_agent.core.cached_blocks import CachedBlocks
 from pointsman_agent.core.kv_events import BlockRemoved
 from pointsman_agent.core.report_protocol import ReportProtocol
-from pointsman_common.core.key_report_messages import Delta, Tier
+from pointsman_common.core.key_report_types import Delta, Tier
 from pointsman_common.core.key_report_wire import delta_fault, key_message, pieces
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.key_report_receiver import ReportSync

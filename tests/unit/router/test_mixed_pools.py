@@ -9,7 +9,7 @@ import pytest
 
 from pointsman_common.core.block_keys import KEY_SCHEME, prompt_keys
 from pointsman_common.core.engine_identity import EngineIdentity
-from pointsman_common.core.key_report_messages import Tier
+from pointsman_common.core.key_report_types import Tier
 from pointsman_lab.rival_policies.registry import make_policy
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.decision_replay import differences, inputs_digest, redecide

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pointsman_common.core.key_report_messages import SnapshotBegin
+from pointsman_common.core.key_report_types import SnapshotBegin
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.decision_replay import differences, redecide
 from pointsman_router.core.learning.pool_facts import COST_BAND, LEARNED_AFTER, LEAST_KEPT_S, SETTLE_S, PoolChoices

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from pointsman_common.core.block_keys import KEY_SCHEME, prompt_keys
-from pointsman_common.core.key_report_messages import Delta, KeyMessage, SnapshotBegin, SnapshotEnd
+from pointsman_common.core.key_report_types import Delta, KeyMessage, SnapshotBegin, SnapshotEnd
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_registry import InstanceRecord
 from pointsman_router.core.placement_types import Candidate, Decision, InstanceState, Load, Phase, PrefixSource

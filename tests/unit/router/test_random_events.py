@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from msgspec.structs import replace
 
 from pointsman_common.core.block_keys import KEY_SCHEME, digest_of
-from pointsman_common.core.key_report_messages import (
+from pointsman_common.core.key_report_types import (
     ConsistencyCheck,
     Delta,
     KeyMessage,

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import KEY_SCHEME, prompt_keys
-from pointsman_common.core.key_report_messages import ConsistencyCheck, Delta
+from pointsman_common.core.key_report_types import ConsistencyCheck, Delta
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.decision_replay import redecide
 from pointsman_router.core.apply_agent_reports import key_interval_s, load_interval_s

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from pointsman_lab.rival_policies.registry import POLICIES, make_policy
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core import policy_views, shortlist
+from pointsman_router.core import fleet_view_builder, shortlist
 from pointsman_router.core.placement_types import Candidate, Decision, FleetView, PlacementRequest, Unseen
 from pointsman_router.core.policy.linear import Additive
 from pointsman_router.core.policy.unified import Unified
@@ -30,7 +30,7 @@ USE_SHORTLIST = [name for name in POLICIES if make_policy(name).uses_shortlist]
 def a_large_pool_is_small() -> Iterator[None]:
     """Lower the limits, so that a pool of few instances counts as a large one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy_views, "MAX_FULL_VIEW", 8)
+        patch.setattr(fleet_view_builder, "MAX_FULL_VIEW", 8)
         patch.setattr(shortlist, "MOST_CACHED", 3)
         patch.setattr(shortlist, "LEAST_LOADED", 2)
         yield

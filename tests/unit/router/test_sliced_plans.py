@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from msgspec.structs import replace
 
-from pointsman_common.core.key_report_messages import Delta
+from pointsman_common.core.key_report_types import Delta
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.placement_types import (

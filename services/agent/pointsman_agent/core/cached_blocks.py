@@ -20,7 +20,7 @@ from pointsman_agent.core.event_keys import block_keys, has_extra_keys, root_of
 from pointsman_agent.core.grouped_blocks import FULL_KINDS, Group, GroupedBlocks, SavedNode, Unsupported
 from pointsman_agent.core.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
 from pointsman_common.core.block_keys import KEY_TOKENS, digest_of
-from pointsman_common.core.key_report_messages import Delta, Tier
+from pointsman_common.core.key_report_types import Delta, Tier
 
 # Maximum number of deltas kept for routers that resume.
 RING_DELTAS = 4096

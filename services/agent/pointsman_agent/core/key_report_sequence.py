@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import Protocol
 
-from pointsman_common.core.key_report_messages import (
+from pointsman_common.core.key_report_types import (
     ConsistencyCheck,
     Delta,
     KeyMessage,

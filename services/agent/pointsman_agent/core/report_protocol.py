@@ -10,7 +10,7 @@ from __future__ import annotations
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman_agent.core.key_report_sequence import KeyStream, ReportedKeys
 from pointsman_common.core.block_keys import KEY_SCHEME
-from pointsman_common.core.key_report_messages import Delta, MergedDelta
+from pointsman_common.core.key_report_types import Delta, MergedDelta
 from pointsman_common.core.key_report_wire import to_wire
 
 

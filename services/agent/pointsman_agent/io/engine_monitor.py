@@ -24,8 +24,8 @@ from pointsman_agent.core.step_load import StepLoad
 from pointsman_agent.core.suspension import CacheResets, suspension
 from pointsman_agent.core.warning_limit import WarningLimit
 from pointsman_agent.io.engine_http import EngineProbe, KvEventSources, ProbeError, ServedModels
-from pointsman_agent.io.events_to_reports import AgentContext, InstanceMonitor, new_incarnation
 from pointsman_agent.io.gpu import GpuSampler
+from pointsman_agent.io.instance_monitor import AgentContext, InstanceMonitor, new_incarnation
 from pointsman_common.core.engine_identity_wire import identity_to_wire
 
 log = structlog.get_logger()

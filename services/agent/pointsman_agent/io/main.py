@@ -19,8 +19,8 @@ from pointsman_agent.core.engine_address import EngineAddress, parse_engine_addr
 from pointsman_agent.core.engine_service import parse_engine_service
 from pointsman_agent.io.engine_monitor import EngineMonitor
 from pointsman_agent.io.engine_services import follow
-from pointsman_agent.io.events_to_reports import AgentContext
 from pointsman_agent.io.gpu import GpuSampler
+from pointsman_agent.io.instance_monitor import AgentContext
 from pointsman_agent.io.monitored_engines import MonitoredEngines
 from pointsman_agent.io.settings import AgentSettings
 from pointsman_agent.io.status import make_app

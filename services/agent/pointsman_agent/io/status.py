@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pointsman_agent.io.engine_monitor import EngineMonitor
-from pointsman_agent.io.events_to_reports import InstanceMonitor
-from pointsman_common.core.key_report_messages import Tier
+from pointsman_agent.io.instance_monitor import InstanceMonitor
+from pointsman_common.core.key_report_types import Tier
 
 
 class AgentCollector(Collector):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman_common.core.key_report_messages import (
+from pointsman_common.core.key_report_types import (
     ConsistencyCheck,
     Delta,
     KeyMessage,

@@ -37,13 +37,13 @@ from pointsman_gateway.core.api import (
     with_request_id,
 )
 from pointsman_gateway.core.api.decode_body import Decoded, decode_light
-from pointsman_gateway.core.body_decoding import ACCEPTED, encoding_of
+from pointsman_gateway.core.body_decompression import ACCEPTED, encoding_of
 from pointsman_gateway.core.cors import CorsPolicy
 from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.pool_state import TokenizerStatus
 from pointsman_gateway.core.rate_limit_headers import anthropic_fields, openai_fields
 from pointsman_gateway.core.rate_limits import KeyCharge, LimitStatus, RateLimited, RateLimiter
-from pointsman_gateway.core.request.attempt_accounting import AttemptBreakdown
+from pointsman_gateway.core.request.attempt_end_reports import AttemptBreakdown
 from pointsman_gateway.core.request.continuation import Continuations
 from pointsman_gateway.core.request.failures import RETRY_S
 from pointsman_gateway.core.request.placement_messages import target_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pointsman_common.core.block_keys import KEY_SCHEME, KEY_TOKENS
-from pointsman_common.core.key_report_messages import Delta
+from pointsman_common.core.key_report_types import Delta
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
 from pointsman_router.core.instances.stale_reservations import stale_reservations

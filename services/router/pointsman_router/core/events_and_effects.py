@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pointsman_common.core.key_report_messages import KeyMessage
+from pointsman_common.core.key_report_types import KeyMessage
 from pointsman_common.core.session_names import session_name
 from pointsman_router.core.admission_rule import AdmissionRecord
 from pointsman_router.core.idle_sessions import IdleSessions

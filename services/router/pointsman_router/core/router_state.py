@@ -19,6 +19,7 @@ from pointsman_router.core.admission.session_admission import AdmissionSettings,
 from pointsman_router.core.admission_rule import AdmissionOutcome
 from pointsman_router.core.analysis.decision_replay import redecide
 from pointsman_router.core.apply_agent_reports import AgentReports
+from pointsman_router.core.fleet_view_builder import FleetViewBuilder
 from pointsman_router.core.instances.engine_life import LifeSettings
 from pointsman_router.core.instances.gone_pools import GonePools
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
@@ -33,7 +34,6 @@ from pointsman_router.core.ownership import OwnedPools
 from pointsman_router.core.placement_types import Decision, PlacementRequest
 from pointsman_router.core.policy.auto import admission_choice
 from pointsman_router.core.policy.base import Policy
-from pointsman_router.core.policy_views import FleetViewBuilder
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.prefix.lower_tiers import LowerTiers
 from pointsman_router.core.priority import Priority

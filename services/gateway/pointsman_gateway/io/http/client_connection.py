@@ -22,7 +22,7 @@ from typing import Protocol, cast
 import httptools
 import structlog
 
-from pointsman_gateway.core.body_decoding import BodyDecoder, BodyTooDense, UndecodableBody, encoding_of
+from pointsman_gateway.core.body_decompression import BodyDecoder, BodyTooDense, UndecodableBody, encoding_of
 from pointsman_gateway.core.http_message import Headers, Request, Response, Source, fault_of, head_bytes, path_of
 from pointsman_gateway.core.memory_budget import Holding, MemoryBudget
 from pointsman_gateway.io.http.connection_limit import ConnectionLimit, Place

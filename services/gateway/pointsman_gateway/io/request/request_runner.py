@@ -16,7 +16,7 @@ from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import ApiRequestError
 from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.request import request_events as ev
-from pointsman_gateway.core.request.attempt_accounting import breakdown, finished
+from pointsman_gateway.core.request.attempt_end_reports import breakdown, finished
 from pointsman_gateway.core.request.attempt_record import Attempt
 from pointsman_gateway.core.request.failures import RETRY_S, answer_to
 from pointsman_gateway.core.request.placement_messages import attempt_request, event_of, target_of

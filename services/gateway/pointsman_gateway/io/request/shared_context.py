@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pointsman_gateway.core.request.attempt_accounting import AttemptBreakdown
+from pointsman_gateway.core.request.attempt_end_reports import AttemptBreakdown
 from pointsman_gateway.core.request.continuation import Continuations
 from pointsman_gateway.core.request.request_events import RequestTimeouts
 from pointsman_gateway.io.engines.engine_client import Upstream

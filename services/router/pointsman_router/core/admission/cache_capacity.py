@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pointsman_common.core.block_keys import KEY_TOKENS
-from pointsman_common.core.key_report_messages import Tier
+from pointsman_common.core.key_report_types import Tier
 from pointsman_router.core.instances.instance_registry import InstanceRecord
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman_router.core.placement_types import InstanceState

@@ -68,7 +68,7 @@ class InstanceRecord:
     load_audit: PredictionAudit = field(default_factory=PredictionAudit)
     idle_reports: IdleReports = field(default_factory=IdleReports)
     life: EngineLife = field(default_factory=EngineLife)
-    candidate_snapshot: CandidateSnapshot | None = None  # kept until forget_snapshot (policy_views.py)
+    candidate_snapshot: CandidateSnapshot | None = None  # kept until forget_snapshot (fleet_view_builder.py)
 
     def become(self, other: InstanceRecord) -> None:
         """Copy all fields of another incarnation's record, so that lists of instances keep this record. Mutates."""

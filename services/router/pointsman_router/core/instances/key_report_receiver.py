@@ -13,7 +13,7 @@ from collections.abc import Collection
 from enum import StrEnum
 
 from pointsman_common.core.block_keys import digest_of
-from pointsman_common.core.key_report_messages import (
+from pointsman_common.core.key_report_types import (
     ConsistencyCheck,
     Delta,
     KeyMessage,

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from pointsman_common.core.block_keys import KEY_TOKENS
-from pointsman_common.core.key_report_messages import Delta, KeyMessage, SnapshotEnd, Tier
+from pointsman_common.core.key_report_types import Delta, KeyMessage, SnapshotEnd, Tier
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
 from pointsman_router.core.instances.prediction_audit import AGAIN_S, SLACK_BLOCKS, SLACK_SHARE

@@ -13,7 +13,7 @@ from itertools import count
 from typing import NamedTuple
 
 from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity, Use, compatible
-from pointsman_common.core.key_report_messages import Tier
+from pointsman_common.core.key_report_types import Tier
 from pointsman_router.core.prefix.exact_index import UNBOUNDED, IndexFull, PrefixIndex
 
 # Number of instances, those with the longest prefixes, whose runs in a lower tier are searched. Instances with equal ends count

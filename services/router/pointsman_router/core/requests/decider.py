@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.fleet_view_builder import FleetViewBuilder
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.instances.saturation import SATURATED
 from pointsman_router.core.placement_types import Decision, FleetView, PlacementRequest
 from pointsman_router.core.policy.base import Policy, decide
 from pointsman_router.core.policy.decision_rng import rng_of
-from pointsman_router.core.policy_views import FleetViewBuilder
 
 
 class AllSaturated(msgspec.Struct, frozen=True, gc=False):

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.fleet_view_builder import FleetViewBuilder
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.ownership import OwnedPools
 from pointsman_router.core.placement_types import Decision, PlacementRequest, StepKind
-from pointsman_router.core.policy_views import FleetViewBuilder
 from pointsman_router.core.requests.parked_requests import ParkedRequests
 from pointsman_router.core.requests.place_or_hold import HeldRequests
 from pointsman_router.core.requests.placement_plans import MAX_STEPS, PlacementPlans, placed_effect

@@ -15,13 +15,13 @@ from math import inf
 from msgspec.structs import replace
 
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.fleet_view_builder import FleetViewBuilder
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.instances.saturation import SATURATED
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.load.reservations import Reservations
 from pointsman_router.core.placement_types import Decision, PlacementRequest, StepKind
 from pointsman_router.core.policy.unified import Unified
-from pointsman_router.core.policy_views import FleetViewBuilder
 from pointsman_router.core.requests.deadlines import SURE_SHARE, lateness, least_prefill_s
 from pointsman_router.core.requests.decider import AllSaturated, Decider, DecideResult
 from pointsman_router.core.requests.fair_order import QueueKey

@@ -22,7 +22,7 @@ from pointsman_router.core.placement_types import InstanceInfo, Phase, Placement
 from pointsman_router.core.priority import Priority
 from pointsman_router.core.requests.placement_plans import kv_target
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.io.convert import instance_messages
+from pointsman_router.io.convert import instance_and_load_messages
 from pointsman_router.io.convert.times import duration, finite, seconds
 
 # Number of open streams that are converted per turn of the event loop, which takes about 2 ms.
@@ -227,7 +227,7 @@ def instance_ref(info: InstanceInfo) -> placement_pb2.InstanceRef:
         url=info.url,
         incarnation=info.incarnation,
         data_parallel_rank=info.data_parallel_rank,
-        kv_transfer=instance_messages.kv_to_wire(info.kv_transfer),
+        kv_transfer=instance_and_load_messages.kv_to_wire(info.kv_transfer),
         identity=identity_to_wire(info.identity),
         model_root=info.model_root,
         max_model_len=info.max_model_len,

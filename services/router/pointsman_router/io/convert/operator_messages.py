@@ -22,7 +22,7 @@ from pointsman_router.core.learning.pool_facts import PoolChoice
 from pointsman_router.core.placement_types import Candidate, Decision, InstanceState, PolicyRef, PrefixSource
 from pointsman_router.core.policy.base import Policy, bounds, settings_of, summary
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.io.convert import gateway_messages, instance_messages
+from pointsman_router.io.convert import gateway_messages, instance_and_load_messages
 from pointsman_router.io.convert.times import change, duration, timestamp
 from pointsman_router.io.telemetry.decision_log import LoggedDecision
 
@@ -151,7 +151,7 @@ def instance_status(state: RouterState, record: InstanceRecord, now: float) -> f
     """Return an instance's status as the router sees it at `now`, monotonic s."""
     info, load, counters = record.info, record.load, state.reservations.counters(record.info.instance_id)
     wire = fleet_pb2.InstanceStatus(
-        instance=instance_messages.instance_to_wire(info),
+        instance=instance_and_load_messages.instance_to_wire(info),
         state=state_to_wire(record.state),
         circuit_open=bool(record.life.opened),
         life=_life(record, now),
@@ -178,7 +178,7 @@ def instance_status(state: RouterState, record: InstanceRecord, now: float) -> f
         differences=[said for _, said in sorted(state.instances.differing(record).items())],
     )
     if load is not None:
-        wire.load.CopyFrom(instance_messages.load_to_wire(load, now))
+        wire.load.CopyFrom(instance_and_load_messages.load_to_wire(load, now))
     return wire
 
 

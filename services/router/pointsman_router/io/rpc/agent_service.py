@@ -18,7 +18,7 @@ from pointsman_common.core.addresses import Address, address_of_url
 from pointsman_common.io.auth import credentials
 from pointsman_common.io.channel import END_OF_STREAM
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.io.convert import instance_messages
+from pointsman_router.io.convert import instance_and_load_messages
 from pointsman_router.io.router import AgentStream, Router
 from pointsman_router.io.rpc.duplex_stream import run_duplex
 from pointsman_router.io.rpc.turn_budget import TurnBudget
@@ -97,7 +97,7 @@ class AgentService:
             instance_id = self._router.agents[stream_id].instance_id = message.hello.instance.instance_id
             event: ev.Event = ev.AgentHello(
                 stream_id,
-                instance_messages.instance_info(message.hello.instance),
+                instance_and_load_messages.instance_info(message.hello.instance),
                 message.hello.key_scheme,
                 message.hello.oldest_seq,
                 message.hello.latest_seq,
@@ -108,7 +108,9 @@ class AgentService:
         elif not instance_id:
             raise _ProtocolError("the first message must be a hello")
         elif kind == "load":
-            event = ev.LoadReported(stream_id, instance_id, instance_messages.load(message.load, time.monotonic()))
+            event = ev.LoadReported(
+                stream_id, instance_id, instance_and_load_messages.load(message.load, time.monotonic())
+            )
         elif kind == "goodbye":
             event = ev.AgentGoodbye(stream_id, instance_id)
         elif (about_keys := key_report_wire.key_message(message, piece)) is not None:

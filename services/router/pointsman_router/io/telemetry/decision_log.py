@@ -317,7 +317,7 @@ def line_bytes(decision: Decision) -> int:
 def _held_bytes(backlogs: Sequence[PrefillBacklog], new: Set[int]) -> int:
     """Estimate the memory that a decision on instances with these backlogs adds to that of the decision before it, in bytes.
     `new`: the ids of the backlogs that are not among that decision's. The snapshot of an instance, with its backlog, is a new
-    object only if the instance changed in between (policy_views.py)."""
+    object only if the instance changed in between (fleet_view_builder.py)."""
     changed = [backlog for backlog in backlogs if id(backlog) in new] if new else []
     listed = sum([len(backlog.queue) + len(backlog.remainders) for backlog in changed])
     return _DECISION_BYTES + _CANDIDATE_BYTES * len(backlogs) + _CHANGED_BYTES * len(changed) + _LISTED_BYTES * listed

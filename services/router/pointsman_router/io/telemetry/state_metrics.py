@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pointsman_common.core.key_report_messages import Tier
+from pointsman_common.core.key_report_types import Tier
 from pointsman_router.core.analysis.pool_backlog import PoolBacklogs
 from pointsman_router.core.instances.instance_registry import RIVAL_SHOWN_S, InstanceRecord
 from pointsman_router.core.instances.kv_refusals import refused_senders

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pointsman_common.core.key_report_messages import Delta
+from pointsman_common.core.key_report_types import Delta
 from pointsman_lab.rival_policies.registry import POLICIES
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_orders import InstanceOrder

@@ -12,7 +12,7 @@ from backports.zstd import compress as zstd
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman_gateway.core.body_decoding import (
+from pointsman_gateway.core.body_decompression import (
     FREE_BYTES,
     MAX_RATIO,
     PIECE_BYTES,
