@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pointsman_gateway.core.api import Endpoint, parse
-from pointsman_gateway.core.tokens import split_points
+from pointsman_gateway.core.tokens import encoders
 from pointsman_gateway.core.tokens.chat_template import ChatTemplate
 from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer, Prompt
 from pointsman_gateway.core.tokens.render_budget import Unrenderable
@@ -58,7 +58,7 @@ def engines_text(template: ChatTemplate, messages: list[Any]) -> str:
 @pytest.fixture(scope="module")
 def qwen_vl() -> tuple[ModelTokenizer, ChatTemplate]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(split_points, "MIN_PIECE_CHARS", 1)
+        patch.setattr(encoders.FastEncoder, "least_chars", 1)
         return model(IN_PLACE, "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 
 

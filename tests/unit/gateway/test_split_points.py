@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import prompt_keys
 from pointsman_gateway.core.api import Endpoint, parse
 from pointsman_gateway.core.request.prepare import set_keys
-from pointsman_gateway.core.tokens import split_points
+from pointsman_gateway.core.tokens import model_tokenizer
+from pointsman_gateway.core.tokens.encoders import FastEncoder, LibraryEncoder
 from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer, Prompt
 from pointsman_gateway.core.tokens.render_budget import Unrenderable
 from pointsman_gateway.core.tokens.split_points import SplitPoints, split_points_for
@@ -30,17 +30,25 @@ LIMIT = 8 << 20
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_pieces() -> Any:
-    """Set the minimum lengths of pieces to a few characters, so that small texts are cut at every allowed place."""
+    """Set the minimum lengths of pieces to a character, so that small texts are cut at every allowed place."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(split_points, "MIN_PIECE_CHARS", 1)
-        patch.setattr(split_points, "NEWLINE_PIECE_CHARS", 3)
-        patch.setattr(split_points, "LONG_PIECE_CHARS", 2)
+        patch.setattr(LibraryEncoder, "least_chars", 1)
+        patch.setattr(FastEncoder, "least_chars", 1)
         yield
 
 
-@pytest.fixture(scope="module")
-def models_by_family() -> dict[str, tuple[ModelTokenizer, Any]]:
-    return {family: tokenizer_families.model(family, TokenCache(LIMIT)) for family in tokenizer_families.FAMILIES}
+@pytest.fixture(scope="module", params=["fastokens", "tokenizers"])
+def models_by_family(request: pytest.FixtureRequest) -> dict[str, tuple[ModelTokenizer, Any]]:
+    """Each family's tokenizer; with `fastokens` only where it is accepted."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "tokenizers":
+            patch.setattr(model_tokenizer, "fast_encoder_for", lambda *_: None)
+        return {family: tokenizer_families.model(family, TokenCache(LIMIT)) for family in tokenizer_families.FAMILIES}
+
+
+@pytest.fixture
+def _by_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_tokenizer, "fast_encoder_for", lambda *_: None)
 
 
 EDGES = (
@@ -144,29 +152,27 @@ def test_a_text_and_its_continuation_have_their_own_tokens(
 @settings(max_examples=300)
 @given(text=TEXTS, more=TEXTS)
 def test_a_text_that_grows_keeps_its_pieces(text: str, more: str) -> None:
-    places = SplitPoints(("<|im_start|>", "</s>"), lines=True, words=True)
-    short, long = places.pieces(text), places.pieces(text + more)
+    places = SplitPoints(("<|im_start|>", "</s>"))
+    short, long = places.pieces(text, 1), places.pieces(text + more, 1)
     assert "".join(long) == text + more
     # Only the last piece of the shorter text may change.
     assert long[: len(short) - 1] == short[:-1]
 
 
 @pytest.mark.parametrize(
-    ("family", "tokens", "lines"),
+    ("family", "tokens"),
     [
-        ("qwen", {"<|im_start|>", "<|im_end|>"}, True),
-        ("llama3", {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|begin_of_text|>"}, True),
-        ("tekken", {"[INST]", "[/INST]", "<s>", "</s>"}, True),
-        ("mistral", {"<s>", "</s>"}, False),
-        ("llama2", {"<s>", "</s>"}, False),
+        ("qwen", {"<|im_start|>", "<|im_end|>"}),
+        ("llama3", {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|begin_of_text|>"}),
+        ("tekken", {"[INST]", "[/INST]", "<s>", "</s>"}),
+        ("mistral", {"<s>", "</s>"}),
+        ("llama2", {"<s>", "</s>"}),
     ],
 )
 def test_each_family_is_cut_where_it_can_be(
-    models_by_family: dict[str, tuple[ModelTokenizer, Any]], family: str, tokens: set[str], lines: bool
+    models_by_family: dict[str, tuple[ModelTokenizer, Any]], family: str, tokens: set[str]
 ) -> None:
-    tokenizer, _ = models_by_family[family]
-    assert (set(tokenizer.split_points.tokens), tokenizer.split_points.lines) == (tokens, lines)
-    assert tokenizer.split_points.words == lines
+    assert set(models_by_family[family][0].split_points.tokens) == tokens
 
 
 def one_by_one(tokenizer: Tokenizer, pieces: list[str]) -> list[int]:
@@ -208,63 +214,6 @@ def test_a_cut_before_a_swallowed_token_would_have_been_wrong() -> None:
     assert whole != one_by_one(tokenizer, ["ba", "<x>"])
 
 
-@pytest.mark.parametrize(
-    ("pattern", "text"),
-    [
-        (tokenizer_families.GPT2_SPLIT, "a\n\nb"),
-        (r"\s+(?!\S)|\s+|\s*[\r\n]+|\p{L}+", "a\n\nb"),
-        (r"\n\p{L}+|\p{L}+", "a\nb"),
-    ],
-)
-def test_lines_are_not_cut_where_the_pattern_looks_across(pattern: str, text: str) -> None:
-    tokenizer = Tokenizer(
-        models.BPE({**{c: at for at, c in enumerate("abĊ")}, "ĊĊ": 3, "Ċb": 4}, [("Ċ", "Ċ"), ("Ċ", "b")])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    assert not split_points_for(tokenizer, []).lines
-    pieces = SplitPoints(lines=True).pieces(text + text)
-    assert len(pieces) > 1
-    assert one_by_one(tokenizer, pieces) != tokenizer.encode(text + text).ids
-
-
-def test_lines_are_not_cut_by_other_parts_that_reach_across() -> None:
-    assert not split_points_for(with_added(AddedToken("a\nb", normalized=False)), []).lines
-    assert not split_points_for(with_added(AddedToken("<x>", lstrip=True, normalized=False)), []).lines
-    for change in (normalizers.Replace("\n", " "), normalizers.Strip()):
-        tokenizer = tokenizer_families.qwen()
-        tokenizer.normalizer = change
-        assert not split_points_for(tokenizer, []).lines
-    tokenizer = tokenizer_families.qwen()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    assert not split_points_for(tokenizer, []).lines
-
-
-def test_long_lines_are_cut_at_the_ends_of_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encoding takes 120 bytes for each character of a piece: 600 MB for a prompt of a million tokens in one line."""
-    monkeypatch.setattr(split_points, "LONG_PIECE_CHARS", 1_000)
-    tokenizer = tokenizer_families.qwen()
-    places = split_points_for(tokenizer, [])
-    for text in ("set the points " * 1_000, '{"name":"points","track":[7,8]},' * 500, "Points" * 1_000 + "!"):
-        pieces = places.pieces(text)
-        assert max(map(len, pieces)) < 1_100 or (" " not in text and '"' not in text)
-        assert one_by_one(tokenizer, pieces) == tokenizer.encode(text, add_special_tokens=False).ids
-
-
-@pytest.mark.parametrize(
-    "token",
-    [AddedToken("<x>", rstrip=True, normalized=False), AddedToken("right track", normalized=False)],
-    ids=["takes blanks on its right", "contains the end of a word"],
-)
-def test_words_are_not_cut_beside_a_token_that_reaches_across(token: AddedToken) -> None:
-    places = split_points_for(with_added(token), [])
-    assert (places.lines, places.words) == (True, False)
-
-
 def test_random_and_unsplit_tokens_are_not_cut() -> None:
     tokenizer = tokenizer_families.qwen()
     tokenizer.encode_special_tokens = True
@@ -285,6 +234,7 @@ def test_cuts_that_prove_wrong_on_the_probes_are_not_used(monkeypatch: pytest.Mo
     assert tokenizer.chat(body) == tokenizer.whole(template.render(body)).tolist()
 
 
+@pytest.mark.usefixtures("_by_library")
 def test_a_known_conversation_costs_only_what_is_new() -> None:
     cache = TokenCache(LIMIT)
     tokenizer, _ = tokenizer_families.model("qwen", cache)
@@ -303,6 +253,7 @@ def test_a_known_conversation_costs_only_what_is_new() -> None:
     assert cache.hits > 1_200
 
 
+@pytest.mark.usefixtures("_by_library")
 async def test_many_known_pieces_are_put_together_in_a_thread() -> None:
     """The event loop serves others meanwhile: putting 100,000 messages' tokens together takes milliseconds."""
     tokenizer, _ = tokenizer_families.model("qwen", TokenCache(LIMIT))
@@ -329,8 +280,10 @@ async def test_many_known_pieces_are_put_together_in_a_thread() -> None:
     assert in_thread == [20_000, 20_000]
 
 
-def test_half_a_surrogate_pair_cannot_be_rendered() -> None:
-    tokenizer, _ = tokenizer_families.model("qwen", TokenCache(LIMIT))
+def test_half_a_surrogate_pair_cannot_be_rendered(
+    models_by_family: dict[str, tuple[ModelTokenizer, Any]],
+) -> None:
+    tokenizer, _ = models_by_family["qwen"]
     with pytest.raises(Unrenderable, match="surrogate"):
         tokenizer.text("a\ud800", add_special_tokens=False)
 
@@ -366,33 +319,21 @@ def test_keys_reach_the_wire_as_they_are(keys: list[int]) -> None:
     assert request == placement_pb2.PlacementRequest(request_id="r", input_tokens=3, keys=keys)
 
 
-_NEWLINE = re.compile(r"\n(?=[!-.0-~])")
-
-
-def cut_everywhere(text: str, tokens: tuple[str, ...], least: int, line: int) -> list[str]:
+def cut_everywhere(text: str, tokens: tuple[str, ...], least: int) -> list[str]:
     """The pieces by the rule itself: each occurrence of each token is visited."""
     ends = sorted(at for token in tokens for at in range(len(text)) if text.startswith(token, at))
     pieces, start = [], 0
-    for end in (*ends, len(text)):
-        while end - start > line and (found := _NEWLINE.search(text, start + line, end)):
-            pieces.append(text[start : found.end()])
-            start = found.end()
-        if end - start >= least or (end == len(text) and start < end):
+    for end in ends:
+        if end - start >= least:
             pieces.append(text[start:end])
             start = end
-    return pieces
+    return [*pieces, text[start:]]
 
 
 @given(
-    st.lists(st.sampled_from(["<a>", "<b>", "x", "yz", "\n", "\nq", " ", "long text "]), max_size=60).map("".join),
+    st.lists(st.sampled_from(["<a>", "<b>", "x", "yz", "\n", " ", "long text "]), max_size=60).map("".join),
     st.integers(1, 12),
-    st.integers(0, 20),
 )
-def test_pieces_are_those_that_a_visit_of_each_token_gives(text: str, least: int, more: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(split_points, "MIN_PIECE_CHARS", least)
-        patch.setattr(split_points, "NEWLINE_PIECE_CHARS", least + more)
-        pieces = SplitPoints(("<a>", "<b>"), lines=True).pieces(text)
-    assert "".join(pieces) == text
-    if len(text) > least:
-        assert pieces == cut_everywhere(text, ("<a>", "<b>"), least, least + more)
+def test_pieces_are_those_that_a_visit_of_each_token_gives(text: str, least: int) -> None:
+    pieces = SplitPoints(("<a>", "<b>")).pieces(text, least)
+    assert pieces == cut_everywhere(text, ("<a>", "<b>"), least)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pointsman_gateway.core.tenants import ANYONE, Client
-from pointsman_gateway.core.tokens.model_tokenizer import LARGE_PIECE_CHARS
+from pointsman_gateway.core.tokens.encoders import LARGE_PIECE_CHARS
 from pointsman_gateway.core.tokens.render_budget import Unrenderable
 from pointsman_gateway.core.tokens.token_cache import TokenCache
 from pointsman_gateway.io.request.threaded_preparer import COUNTED_BYTES, TURN_BYTES, ThreadedPreparer, _Threads

@@ -410,6 +410,7 @@ class Gateway:
                     "instances": len(state.pool.instances),
                     "tokenizer": state.tokenizer_status.value,
                     "exact": state.tokenizer_status is TokenizerStatus.EXACT,
+                    "encoder": state.tokenizer.encoder.name if state.tokenizer is not None else "",
                     "reason": state.reason,
                 }
                 for state in states

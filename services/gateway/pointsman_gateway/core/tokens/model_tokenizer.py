@@ -6,7 +6,7 @@ import contextlib
 import sys
 from array import array
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,12 @@ from pointsman_gateway.core.api.anthropic_messages import DISABLED, disabled_eff
 from pointsman_gateway.core.api.prompt_length import check_tokens
 from pointsman_gateway.core.tokens import tokenizer_probes
 from pointsman_gateway.core.tokens.chat_template import ChatTemplate, Rendered
+from pointsman_gateway.core.tokens.encoders import (
+    FastEncoder,
+    FastEncoderError,
+    LibraryEncoder,
+    fast_encoder_for,
+)
 from pointsman_gateway.core.tokens.render_budget import (
     OverBudget,
     RenderLimits,
@@ -28,23 +34,19 @@ from pointsman_gateway.core.tokens.render_budget import (
 )
 from pointsman_gateway.core.tokens.split_points import SplitPoints, split_points_for
 from pointsman_gateway.core.tokens.token_cache import TokenCache, TokenIds
-from pointsman_gateway.core.tokens.word_tokenizer import word_tokenizer_for
 
 log = structlog.get_logger()
 
-# Maximum number of characters to encode, and of pieces to join, on the event loop; more are processed in a thread. Encoding that
-# many characters blocks the event loop for about 1 ms, and joining that many known pieces for about 0.5 ms.
-_INLINE_CHARS = 4 << 10
+# Maximum number of pieces to join on the event loop; more are joined in a thread. Joining that many known pieces blocks the event
+# loop for about 0.5 ms.
 _INLINE_PIECES = 4 << 10
-# Maximum number of characters of a piece. The library takes 120 to 330 bytes of memory for each byte of text while it encodes it,
-# which is in no budget. So a piece of more than LARGE_PIECE_CHARS is encoded alone, and none of more than these.
-MAX_PIECE_CHARS = 1 << 20
-LARGE_PIECE_CHARS = 1 << 18
 # Number of characters that are tokenised before the tokens are counted. A prompt that is too long is not tokenised further. The
 # library's results are read, and freed, with the interpreter lock: for so many characters that takes some 3 ms.
 _BATCH_CHARS = 1 << 16
 # Memory of a token's id while a prompt is tokenised: it is in a piece's ids and in the prompt's.
 _TOKEN_BYTES = 8
+# Number of drawn texts by which `fastokens` is compared while a tokenizer is loaded. They take 0.1 to 0.2 s.
+_PROVED_AT_LOAD = 200
 _NONE: TokenIds = array("I")
 _LIMITS = RenderLimits()
 
@@ -101,13 +103,14 @@ class PendingPrompt:
             len(piece) for text in texts for piece, ids in zip(text.pieces, text.found, strict=True) if ids is None
         ]
         self.missing_chars, self.longest_missing = sum(missing), max(missing, default=0)
-        if self.longest_missing > MAX_PIECE_CHARS:
+        self._inline_chars = tokenizer.encoder.inline_chars
+        if self.longest_missing > tokenizer.encoder.most_chars:
             raise Unrenderable(f"{self.longest_missing} characters without a place to cut them")
         self._pieces = sum(len(text.pieces) for text in texts)
 
     async def tokenize_by(self, run_in_thread: Callable[[Callable[[], Prompt]], Awaitable[Prompt]]) -> Prompt:
         """Return tokenize(), run at once if it takes about a millisecond, else in a thread. Raises Unrenderable."""
-        inline = self.missing_chars <= _INLINE_CHARS and self._pieces <= _INLINE_PIECES
+        inline = self.missing_chars <= self._inline_chars and self._pieces <= _INLINE_PIECES
         return self.tokenize() if inline else await run_in_thread(self.tokenize)
 
     def tokenize(self) -> Prompt:
@@ -128,7 +131,7 @@ class PendingPrompt:
 class ModelTokenizer:
     """Tokenizer and chat template of one model. Safe to use from several threads.
 
-    Texts are tokenised and cached in pieces (pointsman_gateway.core.tokens.split_points).
+    `encoder` is `fastokens` if it has proved to give the tokens of `tokenizers`, and `tokenizers` from the first difference on.
     """
 
     def __init__(
@@ -141,20 +144,66 @@ class ModelTokenizer:
     ) -> None:
         """`tool_template`: the template for requests with tools; None: `template`. `merges_system`: the engine moves an Anthropic
         request's late system messages to the front."""
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+        cache = cache or TokenCache(0)
+        self._library = LibraryEncoder(tokenizer, cache)
         self._tokenizer = tokenizer
         self._template = template
         self._tool_template = tool_template or template
         self._merges_system = merges_system
-        self._cache = cache or TokenCache(0)
-        self._space = TokenCache.space()
         self._max_token_chars = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
-        self._words = word_tokenizer_for(tokenizer)
+        self.encoder: LibraryEncoder | FastEncoder = self._library
         self._around = self._special_tokens_around()
-        self.split_points = SplitPoints()
         rendered = self._rendered_probes()
         self.split_points = self._tried(split_points_for(tokenizer, rendered), rendered)
+        # A piece of a prompt that was encoded not long ago, for a comparison; "" if none is wanted.
+        self._seen: str | None = ""
+        if (fast := fast_encoder_for(tokenizer, cache)) is not None:
+            self.encoder = fast
+            texts = tokenizer_probes.drawn_texts(self.added_tokens(), _PROVED_AT_LOAD)
+            self.prove([*tokenizer_probes.TEXTS, *rendered, *texts])
+        if not self.is_fast:
+            self._library.join_cache()
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether `fastokens` encodes."""
+        return self.encoder is not self._library
+
+    def added_tokens(self) -> list[str]:
+        """Return the texts of the added tokens."""
+        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+
+    def prove(self, texts: Iterable[str]) -> bool:
+        """Compare the tokens of `texts` by `fastokens` with those of `tokenizers`, which is used from the first difference on.
+        Return whether there is none. May run in any thread.
+
+        A text of very many tokens is left out: reading those of `tokenizers` would block the event loop.
+        """
+        for text in texts:
+            fast = self.encoder
+            if not isinstance(fast, FastEncoder):
+                return False
+            try:
+                ids = fast.encode([text], counted=False)[0]
+            except FastEncoderError as error:
+                self._switch_back(str(error))
+                return False
+            if len(ids) <= _BATCH_CHARS and ids != self.whole(text):
+                self._switch_back(f"other tokens for a text of {len(text)} characters")
+                return False
+        return True
+
+    def prove_by_prompt(self) -> bool:
+        """As prove(), with a piece of a prompt since the last call, if there was one that is not too long."""
+        seen, self._seen = self._seen, None
+        return self.prove([seen] if seen else [])
+
+    def _switch_back(self, reason: str) -> None:
+        """Encode with `tokenizers` from now on. Mutates."""
+        if self.is_fast:
+            self.encoder = self._library
+            self._library.join_cache()
+            log.error("fastokens is used no longer, and tokenizers encodes", reason=reason)
 
     def prepare(self, call: ApiCall, context: int = 0, *, light: bool = False) -> PendingPrompt:
         """Return `call`'s prompt as the engine will see it: rendered, with the cached tokens of its pieces. `context`: maximum
@@ -236,7 +285,7 @@ class ModelTokenizer:
         """Return the tokens of `text`; tokenise and cache the pieces that are not known. If there are more than `most` tokens (0:
         no limit), possibly only some of them, but more than `most`. Raises Unrenderable."""
         if text.around is None:
-            return self._encode(text.pieces, add_special_tokens=True)[0]
+            return self._by_library(text.pieces, add_special_tokens=True)[0]
         before, after = text.around
         made: dict[str, TokenIds] = {}
         count = sum(len(ids) for ids in text.found if ids is not None)
@@ -245,9 +294,7 @@ class ModelTokenizer:
             if most and count > most:
                 break
             encoded = self._encode(batch)
-            for piece, ids in zip(batch, encoded, strict=True):
-                made[piece] = ids
-                self._cache.keep(self._space, piece, ids)
+            made |= zip(batch, encoded, strict=True)
             count += sum(map(len, encoded))
         all_ids = before[:]
         for piece, known in zip(text.pieces, text.found, strict=True):
@@ -258,39 +305,29 @@ class ModelTokenizer:
 
     def whole(self, text: str) -> TokenIds:
         """Return the token ids of plain text without special tokens, tokenised as a whole: the reference for all other ways."""
-        return self._by_library([[text]])[0]
+        return self._by_library([text])[0]
 
     def decode(self, ids: TokenIds, *, special: bool = True) -> str:
         """Return the text of these tokens, with or without special tokens."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not special)
         return text
 
-    def _encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[TokenIds]:
-        if sum(map(len, texts)) > _INLINE_CHARS:
-            return self._by_library([texts], add_special_tokens=add_special_tokens)
-        words = None if add_special_tokens else self._words
-        done = [words.ids(text) if words is not None else None for text in texts]
-        # One batch per text is encoded in this thread. The library spreads a batch of several texts over all cores, which costs
-        # more than it saves for short texts.
-        left = iter(
-            self._by_library(
-                [[text] for text, ids in zip(texts, done, strict=True) if ids is None],
-                add_special_tokens=add_special_tokens,
-            )
-        )
-        return [next(left) if ids is None else ids for ids in done]
-
-    def _by_library(self, batches: list[list[str]], *, add_special_tokens: bool = False) -> list[TokenIds]:
+    def _encode(self, pieces: list[str]) -> list[TokenIds]:
+        if self._seen is None and len(pieces[0]) <= _BATCH_CHARS:
+            self._seen = pieces[0]
         try:
-            # encode() holds the interpreter lock; encode_batch_fast() releases it.
-            encoded = [
-                encoding
-                for batch in batches
-                for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
-            ]
-        except (TypeError, UnicodeError) as error:
+            return self.encoder.encode(pieces)
+        except UnicodeError as error:
             raise Unrenderable("a text with half a surrogate pair") from error
-        return [array("I", encoding.ids) for encoding in encoded]
+        except FastEncoderError as error:
+            self._switch_back(str(error))
+            return self._encode(pieces)
+
+    def _by_library(self, texts: list[str], *, add_special_tokens: bool = False) -> list[TokenIds]:
+        try:
+            return self._library.encode_all(texts, add_special_tokens=add_special_tokens)
+        except UnicodeError as error:
+            raise Unrenderable("a text with half a surrogate pair") from error
 
     def _rendered(self, body: dict[str, Any], limits: RenderLimits = _LIMITS) -> Rendered:
         template = self._tool_template if body.get("tools") is not None else self._template
@@ -306,22 +343,23 @@ class ModelTokenizer:
         otherwise it has only those that the template writes."""
         if add_special_tokens and self._around is None:
             raise Unrenderable("special tokens around a prompt with media")
-        pieces = self.split_points.head(rendered.text, rendered.known)
         before = self._around[0] if add_special_tokens and self._around else _NONE
-        return _Text(pieces, self._cache.find(self._space, pieces), (before, _NONE))
+        return self._in_pieces(self.split_points.head(rendered.text, rendered.known), (before, _NONE))
 
     def _text(self, text: str, *, add_special_tokens: bool) -> _Text:
         around = self._around if add_special_tokens else (_NONE, _NONE)
-        if around is None:
-            return _Text([text], [None], None)
-        pieces = self.split_points.pieces(text)
-        return _Text(pieces, self._cache.find(self._space, pieces), around)
+        return _Text([text], [None], None) if around is None else self._in_pieces(text, around)
+
+    def _in_pieces(self, text: str, around: tuple[TokenIds, TokenIds]) -> _Text:
+        encoder = self.encoder
+        pieces = self.split_points.pieces(text, encoder.least_chars)
+        return _Text(pieces, encoder.find(pieces), around)
 
     def _special_tokens_around(self) -> tuple[TokenIds, TokenIds] | None:
         """Return the special tokens that add_special_tokens puts before and after any text; None if it works in another way."""
         found: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         for text in ("points", "7 tracks"):
-            inner, outer = self._encode([text])[0], self._encode([text], add_special_tokens=True)[0]
+            inner, outer = self.whole(text), self._by_library([text], add_special_tokens=True)[0]
             places = [at for at in range(len(outer)) if inner and outer[at : at + len(inner)] == inner]
             if len(places) != 1:
                 return None
@@ -341,18 +379,13 @@ class ModelTokenizer:
         return rendered
 
     def _tried(self, cuts: SplitPoints, rendered: list[str]) -> SplitPoints:
-        """Return `cuts` if the probes' pieces have the tokens of the whole probes. Otherwise neither split points nor words are
-        used.
-
-        Mutates: disables words in that case.
-        """
+        """Return `cuts` if the probes' pieces have the tokens of the whole probes, else no split points."""
         for text in (*tokenizer_probes.TEXTS, *rendered):
-            pieces = self._encode(cuts.pieces(text))
+            pieces = self._by_library(cuts.pieces(text, self._library.least_chars))
             if sum(pieces, array("I")) != self.whole(text):
                 log.error(
                     "pieces of a text have other tokens than the whole text; split points are disabled", cuts=cuts
                 )
-                self._words = None
                 return SplitPoints()
         return cuts
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Hashable, Iterable
+from typing import Protocol, TypeAlias
+from weakref import WeakSet
 
 from xxhash import xxh3_128_intdigest
 
@@ -24,7 +23,17 @@ KEYS_SHARE = 1 / 8
 
 TokenIds: TypeAlias = "array[int]"  # "I"
 BlockKeys: TypeAlias = "array[int]"  # "Q"
-_spaces = itertools.count()
+
+
+class KeepsTokens(Protocol):
+    """A part of the cache: the tokens of one tokenizer's texts."""
+
+    @property
+    def bytes(self) -> int:
+        """Number of bytes used."""
+
+    def set_limit(self, limit: int) -> None:
+        """Set the maximum number of bytes. Mutates."""
 
 
 class ByteBoundedLru:
@@ -67,20 +76,29 @@ class ByteBoundedLru:
                 return  # another thread was first
             self._values[key] = (value, size)
             self.bytes += size
-            while self.bytes > self._limit:
-                self.bytes -= self._values.popitem(last=False)[1][1]
+            self._shrink()
+
+    def set_limit(self, limit: int) -> None:
+        """Set the maximum number of bytes. Mutates."""
+        with self._lock:
+            self._limit = limit
+            self._shrink()
+
+    def _shrink(self) -> None:
+        while self.bytes > self._limit:
+            self.bytes -= self._values.popitem(last=False)[1][1]
 
 
 class TokenCache:
-    """The token cache of one gateway process: for each tokenizer the tokens of pieces of text, and the block keys of runs of
-    tokens.
+    """The token cache of one gateway process: the tokens of each tokenizer's texts, and the block keys of runs of tokens.
 
-    `hits` and `misses` count the characters that were cached and those that had to be tokenised. Pieces are compared as whole
-    texts, not by a hash.
+    `hits` and `misses` count the characters that were cached and those that had to be tokenised.
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        self._pieces = ByteBoundedLru(int(limit_bytes * (1 - KEYS_SHARE)))
+        self._texts_limit = int(limit_bytes * (1 - KEYS_SHARE))
+        self._texts: WeakSet[KeepsTokens] = WeakSet()
+        self._joining = threading.Lock()
         self._runs = ByteBoundedLru(int(limit_bytes * KEYS_SHARE))
         self.hits = 0
         self.misses = 0
@@ -88,26 +106,15 @@ class TokenCache:
     @property
     def bytes(self) -> int:
         """Number of bytes used."""
-        return self._pieces.bytes + self._runs.bytes
+        return sum(texts.bytes for texts in [*self._texts]) + self._runs.bytes
 
-    @staticmethod
-    def space() -> int:
-        """Return a new id for one tokenizer's pieces."""
-        return next(_spaces)
-
-    def find(self, space: int, pieces: Sequence[str]) -> list[TokenIds | None]:
-        """Return the tokens of each piece, None if they are not cached. Counts hits and misses."""
-        found = self._pieces.get_all((space, piece) for piece in pieces)
-        missing = 0
-        if None in found:
-            missing = sum(len(piece) for piece, ids in zip(pieces, found, strict=True) if ids is None)
-            self.misses += missing
-        self.hits += sum(map(len, pieces)) - missing
-        return found
-
-    def keep(self, space: int, piece: str, ids: TokenIds) -> None:
-        """Cache a piece's tokens."""
-        self._pieces.put((space, piece), ids, sys.getsizeof(piece))
+    def join(self, texts: KeepsTokens) -> None:
+        """Give each tokenizer's texts, `texts` now among them, an equal share of the memory as long as they are referred to."""
+        with self._joining:
+            self._texts.add(texts)
+            sharing = [*self._texts]
+            for each in sharing:
+                each.set_limit(self._texts_limit // len(sharing))
 
     def keys(self, ids: TokenIds, model: str, lora: str = "", cache_salt: str = "") -> BlockKeys:
         """Return the same keys as `block_keys.prompt_keys`; only runs that are not cached after the same tokens are computed."""

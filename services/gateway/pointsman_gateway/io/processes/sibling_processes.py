@@ -23,6 +23,7 @@ _LEAST = (
     "pointsman_gateway_limits_accounted",
     "pointsman_gateway_router_connected",
     "pointsman_gateway_tokenizer_exact",
+    "pointsman_gateway_tokenizer_fast",
 )
 
 

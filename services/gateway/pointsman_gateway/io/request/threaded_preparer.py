@@ -19,7 +19,8 @@ from pointsman_gateway.core.pauses import set_pause
 from pointsman_gateway.core.request.prepare import RequestPreparer, Tokens
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.tenants import Client
-from pointsman_gateway.core.tokens.model_tokenizer import LARGE_PIECE_CHARS, ModelTokenizer, PendingPrompt
+from pointsman_gateway.core.tokens.encoders import LARGE_PIECE_CHARS
+from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer, PendingPrompt
 from pointsman_gateway.core.tokens.render_budget import OverBudget, Unrenderable
 from pointsman_gateway.core.tokens.token_cache import TokenCache
 from pointsman_gateway.io.request.fair_turns import FairTurns

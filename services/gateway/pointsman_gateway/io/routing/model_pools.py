@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import structlog
@@ -19,6 +20,7 @@ from pointsman_gateway.core.tokens.token_cache import TokenCache
 from pointsman_gateway.io.engines.engine_client import Upstream, UpstreamError
 from pointsman_gateway.io.routing.pool_check import PoolCheck
 from pointsman_gateway.io.routing.tokenizer_check import first_difference
+from pointsman_gateway.io.routing.tokenizer_proof import prove
 from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
 from pointsman_gateway.io.tokenizer_files import (
     HubRules,
@@ -34,6 +36,8 @@ log = structlog.get_logger()
 MISMATCHES = 3
 # Maximum wait for a tokenizer to be loaded, s.
 LOAD_S = 30.0
+# Maximum wait for a comparison of two encoders that is being made at the end, s.
+PROOF_END_S = 3.0
 # How long a model without instances is expected back, s: long enough for an engine that starts again.
 EXPECTED_S = 600.0
 # APIs whose bodies the gateway converts before it renders a prompt.
@@ -61,6 +65,8 @@ class ModelPools:
         self._checks: dict[str, PoolCheck] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._loading: dict[tuple[str, bool], asyncio.Future[ModelTokenizer]] = {}  # (source, newest) -> the tokenizer
+        self._proofs: list[threading.Thread] = []
+        self._ended = threading.Event()
         self._names: dict[str, tuple[str, str]] = {}  # any name -> (pool, LoRA adapter or "")
         # Any name of a pool that has left the fleet -> until when it is expected back.
         self._left: dict[str, float] = {}
@@ -139,11 +145,31 @@ class ModelPools:
         await asyncio.gather(*(check.rested() for check in self._checks.values()))
 
     async def close(self) -> None:
-        """End all checks."""
+        """End all checks and proofs."""
+        self._ended.set()
+        await asyncio.gather(*(asyncio.to_thread(proof.join, PROOF_END_S) for proof in self._proofs))
         await asyncio.gather(*(check.close() for check in self._checks.values()), *self._closing)
 
     def _publish(self, state: PoolState) -> None:
         self._telemetry.tokenizer_is_exact(state.pool.model, state.tokenizer_status is TokenizerStatus.EXACT)
+        if state.tokenizer is not None:
+            self._telemetry.tokenizer_is_fast(state.pool.model, state.tokenizer.is_fast)
+
+    def _start_proof(self, tokenizer: ModelTokenizer) -> None:
+        loop, loaded = asyncio.get_running_loop(), weakref.ref(tokenizer)
+
+        def run() -> None:
+            if not prove(loaded, self._ended):
+                with contextlib.suppress(RuntimeError):  # the event loop is closed
+                    loop.call_soon_threadsafe(self._publish_all)
+
+        self._proofs = [proof for proof in self._proofs if proof.is_alive()]
+        self._proofs.append(threading.Thread(target=run, name="tokenizer-proof", daemon=True))
+        self._proofs[-1].start()
+
+    def _publish_all(self) -> None:
+        for state in self._states.values():
+            self._publish(state)
 
     # Calls from checks (Tokenizers).
 
@@ -172,7 +198,7 @@ class ModelPools:
         if loading is None:
             pinned = self.is_pinned(source)
             hub = replace(self._hub, owners=()) if pinned else replace(self._hub, other_revision=True)
-            loading = self._loading[source, newest] = _load_aside(source, hub, newest, self._cache)
+            loading = self._loading[source, newest] = _load_aside(source, hub, newest, self._cache, self._start_proof)
             loading.add_done_callback(lambda _: self._loading.pop((source, newest)))
         try:
             async with asyncio.timeout(LOAD_S):
@@ -190,9 +216,11 @@ class ModelPools:
             return None
 
 
-def _load_aside(source: str, hub: HubRules, newest: bool, cache: TokenCache) -> asyncio.Future[ModelTokenizer]:
+def _load_aside(
+    source: str, hub: HubRules, newest: bool, cache: TokenCache, loaded: Callable[[ModelTokenizer], None]
+) -> asyncio.Future[ModelTokenizer]:
     """Load the tokenizer of `source` in a separate daemon thread. A hub that never answers then blocks neither the threads that
-    tokenise nor the end of the process."""
+    tokenise nor the end of the process. `loaded` is called with a tokenizer that fastokens encodes."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[ModelTokenizer] = loop.create_future()
 
@@ -218,6 +246,8 @@ def _load_aside(source: str, hub: HubRules, newest: bool, cache: TokenCache) -> 
             failed = TokenizerNotFound(f"the tokenizer of {source!r} cannot be read: {type(error).__name__}")
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(tell, tokenizer, failed)
+            if tokenizer is not None and tokenizer.is_fast:
+                loop.call_soon_threadsafe(loaded, tokenizer)
 
     threading.Thread(target=load, name="tokenizer", daemon=True).start()
     return found

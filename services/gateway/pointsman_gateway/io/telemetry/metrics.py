@@ -117,6 +117,10 @@ class GatewayMetrics:
             Gauge(f"{name}tokenizer_exact", "1 if the gateway's tokens equal the engine's", ["model"], registry=None),
             of,
         )
+        self._fast = MetricChildren(
+            Gauge(f"{name}tokenizer_fast", "1 if fastokens encodes, 0 if tokenizers does", ["model"], registry=None),
+            of,
+        )
         self.tokenize = Histogram(
             f"{name}tokenize_seconds",
             "Time to render and tokenize a prompt and compute its keys",
@@ -180,14 +184,20 @@ class GatewayMetrics:
         for model, until in self._models.items():
             if until == math.inf and model not in present:
                 self._models[model] = now + GONE_MODEL_S
-                # This gauge shows a present state, which a model outside the fleet does not have.
+                # These gauges show a present state, which a model outside the fleet does not have.
                 self._exact.forget((model,))
+                self._fast.forget((model,))
         self._end_gone_models()
 
     def tokenizer_is_exact(self, model: str, exact: bool) -> None:
         """Set whether a model's tokens equal its engines'; no effect for a model outside the fleet. Mutates."""
         if self._models.get(model) == math.inf:
             self._exact[model,].set(exact)
+
+    def tokenizer_is_fast(self, model: str, fast: bool) -> None:
+        """Set whether fastokens encodes a model's prompts; no effect for a model outside the fleet. Mutates."""
+        if self._models.get(model) == math.inf:
+            self._fast[model,].set(fast)
 
     def _label(self, model: str) -> str:
         return model if model in self._models else ""
