@@ -46,7 +46,8 @@ Written by `python -m bench.guidellm`; not by hand.
 
 GuideLLM {version} sends conversations of {turns} turns, {streams} at once, over chat completions: {prefix_count} system
 prompts of {prefix_tokens} tokens, {prompt_tokens} new tokens a turn on average, answers of {output_tokens} tokens on
-average. It tells no session; the gateway knows one by its prompt. The engines are **emulated**, at a quarter of the
+average. Lengths are drawn, since conversations of equal length come into step at any one engine, with or without a gateway.
+GuideLLM tells no session; the gateway knows one by its prompt. The engines are **emulated**, at a quarter of the
 modelled speed, with {kv:,} tokens of KV cache each, and share two cores with sender and gateway, so only rows with the same
 number of engines compare. No GPU was used.
 
