@@ -68,7 +68,7 @@ class Services:
             f"from {self.module.rpartition('.')[0]}.doctor import examine",
             "for line in sys.stdin:",
             "    found = examine(sys.argv[1], sys.argv[2], None, sys.argv[3:])",
-            "    print(json.dumps([(one.level, one.check, one.found) for one in found]), flush=True)",
+            "    print(json.dumps([(finding.level, finding.check, finding.found) for finding in found]), flush=True)",
         )
         return [self.python, "-c", "\n".join(lines), router, gateway, *agents]
 
