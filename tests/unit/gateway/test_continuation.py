@@ -16,8 +16,8 @@ from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY
 from pointsman_gateway.core.api import Endpoint
 from pointsman_gateway.core.api.continuable import is_continuable
 from pointsman_gateway.core.api.parse import parse
+from pointsman_gateway.core.request.attempt import Attempt
 from pointsman_gateway.core.request.attempt_end_reports import finished
-from pointsman_gateway.core.request.attempt_record import Attempt
 from pointsman_gateway.core.request.continuation import Continuations, continued_placement, ids_of, with_answer_record
 from pointsman_gateway.core.request.prepare import set_keys
 from pointsman_gateway.core.request.request_context import RequestContext

@@ -10,7 +10,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as co
 
 from pointsman_common.core.tracing import Span, SpanContext, SpanKind, Value
 from pointsman_gateway.core.api import Endpoint, parse
-from pointsman_gateway.core.request.attempt_record import Attempt
+from pointsman_gateway.core.request.attempt import Attempt
 from pointsman_gateway.core.request.gen_ai_attributes import request_attributes
 from pointsman_gateway.core.request.request_events import StepAssigned, Target
 from pointsman_gateway.core.request.request_spans import attempt_spans, request_span

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.enum_words import values
 from pointsman_common.core.request_timing import RequestTiming
-from pointsman_gateway.core.request.attempt_record import Attempt
+from pointsman_gateway.core.request.attempt import Attempt
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import ReportFinished
 

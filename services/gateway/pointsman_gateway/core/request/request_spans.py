@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from pointsman_common.core.tracing import Span, SpanContext, SpanEvent, SpanKind, Value, known_attributes
-from pointsman_gateway.core.request.attempt_record import Attempt, StepRun
+from pointsman_gateway.core.request.attempt import Attempt, StepRun
 from pointsman_gateway.core.request.gen_ai_attributes import answer_attributes, span_name
 from pointsman_gateway.core.request_trace import placement_context, step_context
 

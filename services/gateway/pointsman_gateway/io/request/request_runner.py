@@ -16,8 +16,8 @@ from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import ApiRequestError
 from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.request import request_events as ev
+from pointsman_gateway.core.request.attempt import Attempt
 from pointsman_gateway.core.request.attempt_end_reports import breakdown, finished
-from pointsman_gateway.core.request.attempt_record import Attempt
 from pointsman_gateway.core.request.failures import RETRY_S, answer_to
 from pointsman_gateway.core.request.placement_messages import attempt_request, event_of, target_of
 from pointsman_gateway.core.request.request_context import RequestContext
@@ -162,7 +162,7 @@ class RequestRunner:
                     if self._context.call.stream and not self._attempt.continues:
                         self._shared.telemetry.ttft.observe(self._attempt.first_byte_at - self._context.received_at)
                 case ev.ReportFinished():
-                    self._report(effect)
+                    self._account_for_end(effect)
                 case ev.FailRequest():
                     self._failure = effect
                 case ev.EndStreamWithError():
@@ -303,7 +303,7 @@ class RequestRunner:
         self._tasks.clear()
         self._steps.close_upstream()
 
-    def _report(self, effect: ev.ReportFinished) -> None:
+    def _account_for_end(self, effect: ev.ReportFinished) -> None:
         context, attempt, shared, now = self._context, self._attempt, self._shared, time.monotonic()
         usage, ok = attempt.usage, effect.outcome is ev.Outcome.OK
         status = 200 if ok else effect.status or self._steps.status

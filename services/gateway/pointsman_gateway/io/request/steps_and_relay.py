@@ -10,7 +10,7 @@ from pointsman_gateway.core.api import ApiRequestError, Endpoint, begins_with_er
 from pointsman_gateway.core.forwarded_headers import client_headers, error_headers
 from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.memory_budget import Holding
-from pointsman_gateway.core.request.attempt_record import Attempt
+from pointsman_gateway.core.request.attempt import Attempt
 from pointsman_gateway.core.request.continuation import ids_of, with_answer_record
 from pointsman_gateway.core.request.local_placement import fallbacks, unfit
 from pointsman_gateway.core.request.placement_messages import target_of

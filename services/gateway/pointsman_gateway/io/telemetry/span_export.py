@@ -6,7 +6,7 @@ import random
 import time
 
 from pointsman_common.core.tracing import start_trace
-from pointsman_gateway.core.request.attempt_record import Attempt
+from pointsman_gateway.core.request.attempt import Attempt
 from pointsman_gateway.core.request.request_spans import attempt_spans, request_span
 from pointsman_gateway.core.request_trace import RequestTrace, Send
 
