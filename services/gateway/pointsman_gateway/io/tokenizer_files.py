@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ HUB_S = 10.0
 _MAX_REVISION = 200  # maximum length of a revision's name, characters
 # Maximum size of all files of a tokenizer together, bytes. The largest tokenizers have 35 MB.
 MAX_DOWNLOAD_BYTES = 256 << 20
+# The function of the C library that returns freed memory to the system, where it has one (glibc). Loading a tokenizer of 150,000
+# tokens leaves 60 to 250 MB that nothing uses again.
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -58,7 +62,10 @@ def load_tokenizer(folder: Path, cache: TokenCache | None = None) -> ModelTokeni
         raise TokenizerNotFound(f"{folder}: {error}") from error
     used = [templates[name] for name in ("default", "tool_use") if name in templates]
     merges_system = any(map(system_only_first, used))
-    return ModelTokenizer(tokenizer, compiled.get("default"), compiled.get("tool_use"), merges_system, cache)
+    loaded = ModelTokenizer(tokenizer, compiled.get("default"), compiled.get("tool_use"), merges_system, cache)
+    if _trim is not None:
+        _trim(0)
+    return loaded
 
 
 @dataclass(frozen=True)
