@@ -59,6 +59,7 @@ async def test_without_its_router_it_places_by_itself_and_tells_the_router_that_
                 assert {finish.request_id for finish in back.finished} == {
                     stream.request.request_id for stream in streams.values()
                 }
+                await eventually(lambda: up.gateway.router.connected)
                 status, _, headers = await post(up, "/v1/chat/completions", json=CHAT)
                 assert status == 200
                 assert "X-Pointsman-Degraded" not in headers
