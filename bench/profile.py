@@ -213,7 +213,7 @@ async def _idle(instances: int) -> Figure:
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            child.stdin.write(f"{instances} 1000 1\n".encode())
+            child.stdin.write(f"join {instances} 1000 1\n".encode())
             if await child.stdout.readline() != b"done\n":
                 raise RuntimeError("the agents did not start")
             await asyncio.sleep(SETTLE_S)

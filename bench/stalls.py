@@ -14,6 +14,7 @@ import random
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,6 +27,7 @@ from bench import stack
 from bench.figures import Figure, percentile
 from bench.waiting import waiting
 from pointsman.router.v1 import fleet_pb2
+from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_common.io.channel import open_channel
 from tests.support.http_request import serves
 from tests.support.processes.process import free_port
@@ -35,6 +37,7 @@ from tests.support.waiting import eventually
 
 GOAL_TURN_MS, GOAL_PLACE_MS, GOAL_TAKEOVER_S = 20.0, 10.0, 2.0
 PROBE_INTERVAL_S = 0.01
+PROBE_TOKENS = 1_024
 SESSIONS, OPEN = 1_000_000, 10_000
 WHAT_IFS, DECISIONS = 20, 1_000
 # Number of stored sessions that may be missing: a router keeps a million, and the sessions of the probes displace as many.
@@ -208,9 +211,16 @@ class TimedRouter:
         assert agents is not None
         assert agents.stdin is not None
         assert agents.stdout is not None
-        agents.stdin.write(f"{instances} {keys} {incarnation}\n".encode())
+        agents.stdin.write(f"join {instances} {keys} {incarnation}\n".encode())
         async with asyncio.timeout(WITHIN_S):
             assert await agents.stdout.readline() == b"done\n"
+
+    def computed(self, instance_id: str, keys: array[int]) -> None:
+        """Let an instance's agent report that its engine has computed a prompt with these keys: without such reports a router
+        stops trusting the engine's events."""
+        assert self._agents is not None
+        assert self._agents.stdin is not None
+        self._agents.stdin.write(f"computed {instance_id} {keys.tobytes().hex()}\n".encode())
 
     @contextlib.asynccontextmanager
     async def measured(self, name: str, note: str, *, probed: bool = True) -> AsyncIterator[list[Figure]]:
@@ -234,7 +244,7 @@ class TimedRouter:
         waits: list[float] = []
         session = Session(self.client, f"probe {next(self._numbers)}")
         await session.hello()
-        probing = asyncio.create_task(_probe(session, waits, pause_s))
+        probing = asyncio.create_task(self._probe(session, waits, pause_s))
         try:
             yield waits
         finally:
@@ -243,17 +253,17 @@ class TimedRouter:
                 await probing
             session.call.cancel()
 
+    async def _probe(self, session: Session, waits: list[float], pause_s: float) -> None:
+        rng = random.Random(session.gateway_id)
+        for number in itertools.count():
+            name = f"{session.gateway_id} {number}"
+            keys = array("Q", rng.randbytes(8 * PROBE_TOKENS // KEY_TOKENS))
+            begun = time.perf_counter()
+            placement = await session.place(name, PROBE_TOKENS, keys=keys, session_id=f"probe-{number % 50}")
+            waits.append(time.perf_counter() - begun)
+            self.computed(placement.step.instance.instance_id, keys)
+            await session.finish(name)
+            await asyncio.sleep(pause_s)
+
     async def _tell(self) -> dict[str, float]:
         return await stack.longest_turn(self._pid, self._turns_file)
-
-
-async def _probe(session: Session, waits: list[float], pause_s: float) -> None:
-    rng = random.Random(session.gateway_id)
-    for number in itertools.count():
-        name = f"{session.gateway_id} {number}"
-        keys = [rng.getrandbits(64) for _ in range(64)]
-        begun = time.perf_counter()
-        await session.place(name, 1_024, keys=keys, session_id=f"probe-{number % 50}")
-        waits.append(time.perf_counter() - begun)
-        await session.finish(name)
-        await asyncio.sleep(pause_s)
