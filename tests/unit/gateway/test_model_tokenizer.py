@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 
 from pointsman_gateway.core.api import ApiRequestError, Endpoint, parse
 from pointsman_gateway.core.tokens.chat_template import ChatTemplate
+from pointsman_gateway.core.tokens.model_tokenizer import PendingPrompt
 from pointsman_gateway.core.tokens.render_budget import Unrenderable
 from pointsman_gateway.io.tokenizer_files import TokenizerNotFound, find_tokenizer, load_tokenizer
 from tests.support.tiny_tokenizer import CHATML, make_tokenizer
@@ -199,6 +201,18 @@ def test_ids_are_those_of_tokenizers(folder: Path) -> None:
     assert prompt.lengths == (len(prompt.ids), 1)
     given = parse(Endpoint.COMPLETION, b'{"model":"m","prompt":[[1,2],[1,2,3]]}')
     assert (ours.prompt(given).ids.tolist(), ours.prompt(given).lengths) == ([1, 2], (2, 3))
+
+
+@pytest.mark.parametrize(("context", "computes"), [(0, False), (40, False), (10, True)])
+def test_tokens_for_which_there_is_no_memory_are_not_kept(folder: Path, context: int, computes: bool) -> None:
+    """A prompt that is too long for the context is refused for that, so its tokens need not be complete."""
+    tokenizer = load_tokenizer(folder)
+    text = tokenizer._text("each train " * 20, add_special_tokens=True)
+    count = len(PendingPrompt(tokenizer, [text], 0, 100).tokenize().ids)
+    assert 20 < count < 100
+    pending = PendingPrompt(tokenizer, [text], context and context * count // 20, 20)
+    with nullcontext() if computes else pytest.raises(Unrenderable, match="memory"):
+        assert len(pending.tokenize().ids) > context
 
 
 def test_opaque_calls_have_no_tokens(folder: Path) -> None:

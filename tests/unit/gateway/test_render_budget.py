@@ -6,6 +6,7 @@ import gc
 import json
 import tracemalloc
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -24,7 +25,9 @@ from pointsman_gateway.core.tokens.render_budget import (
     RenderLimits,
     Unrenderable,
     light_limits,
+    metered,
     thread_limits,
+    whole_text,
 )
 from tests.support.interpreter_steps import Steps
 
@@ -177,6 +180,22 @@ def test_a_rendering_that_ends_early_keeps_no_values() -> None:
 # As Qwen 3's template, which asks at each message for the number of all, and drops what was thought before.
 BACKWARDS = """{% for m in messages[::-1] %}{% set at = (messages|length - 1) - loop.index0 %}{{ at }}{% endfor %}
 {% for m in messages %}{{ (m.content.split('</think>')|last).lstrip() }}{% endfor %}"""
+
+
+@pytest.mark.parametrize(("light", "read"), [(True, 6), (False, 100)])
+def test_the_event_loop_stops_at_a_prompt_for_which_there_is_no_memory(light: bool, read: int) -> None:
+    """A thread goes on, and counts the characters for the client's error."""
+    parts, seen = ["x" * 100] * 100, 0
+
+    def rendered() -> Iterator[str]:
+        nonlocal seen
+        for part in parts:
+            seen += 1
+            yield part
+
+    with metered(RenderLimits(memory=1_000, light=light)) as meter, pytest.raises(OverBudget) as over:
+        whole_text(rendered(), meter)
+    assert (seen, over.value.characters) == (read, 100 * read)
 
 
 def test_the_length_of_a_list_costs_nothing() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pointsman_gateway.core.tenants import ANYONE, Client
 from pointsman_gateway.core.tokens.encoders import LARGE_PIECE_CHARS
-from pointsman_gateway.core.tokens.render_budget import Unrenderable
+from pointsman_gateway.core.tokens.render_budget import OverBudget, Unrenderable
 from pointsman_gateway.core.tokens.token_cache import TokenCache
 from pointsman_gateway.io.request.threaded_preparer import COUNTED_BYTES, TURN_BYTES, ThreadedPreparer, _Threads
 from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
@@ -103,7 +103,7 @@ async def test_bodies_that_arrive_at_once_are_prepared_in_several_turns_of_the_l
     await asyncio.gather(*map(prepare, sizes))
     preparer.close()
     for at in {at for at, _ in seen}:
-        together = [size for one, size in seen if one == at]
+        together = [size for its_turn, size in seen if its_turn == at]
         assert len(together) == 1 or sum(together) <= TURN_BYTES
     assert sorted(size for _, size in seen) == sorted(sizes)
     assert len({at for at, _ in seen}) < len(sizes)
@@ -138,6 +138,45 @@ async def test_a_body_is_rendered_in_another_turn_of_the_loop_than_it_is_decoded
     await prepare()
     preparer.close()
     assert rendered == [1]
+
+
+async def test_a_light_body_with_a_large_prompt_waits_for_a_turn_as_large_bodies_do() -> None:
+    """Its rendering takes as much memory as theirs."""
+    preparer = ThreadedPreparer(GatewayMetrics(cache := TokenCache(0)), cache)
+    threads, ends = list[str](), list[asyncio.Event]()
+
+    class Rendering:
+        def prepare(self, *_: object, light: bool = False) -> None:
+            if light:
+                raise OverBudget("steps")
+            threads.append(threading.current_thread().name)
+            raise Unrenderable
+
+    async def hold() -> None:
+        ends.append(end := asyncio.Event())
+        async with preparer.large_turn(ANYONE):
+            await end.wait()
+
+    call = SimpleNamespace(light=True, payload=b"x")
+    pool = SimpleNamespace(max_model_len=9)
+    context: Any = SimpleNamespace(call=call, client=ANYONE, state=SimpleNamespace(pool=pool))
+    tokenizer: Any = Rendering()
+    try:
+        holding = [asyncio.create_task(hold()) for _ in range(preparer._large_prompts._free)]
+        rendering = asyncio.create_task(preparer._tokens(context, tokenizer))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not call.light
+        assert threads == []
+        ends[0].set()
+        with suppress(Unrenderable):
+            await rendering
+        assert [name.partition("_")[0] for name in threads] == ["large-bodies"]
+    finally:
+        for end in ends:
+            end.set()
+        await asyncio.gather(*holding)
+        preparer.close()
 
 
 async def test_a_large_piece_is_encoded_alone() -> None:
