@@ -85,13 +85,15 @@ class InstanceRecord:
     @property
     def underlying_state(self) -> InstanceState:
         """The state without operators' orders and drains."""
-        if self.load is not None and not self.load.healthy:
-            return InstanceState.UNHEALTHY
-        if self.load is not None and self.load.suspended:
-            return InstanceState.SUSPENDED
+        # Read for every instance in each tick.
+        if (load := self.load) is not None:
+            if not load.healthy:
+                return InstanceState.UNHEALTHY
+            if load.suspended:
+                return InstanceState.SUSPENDED
         if self.lost_at is not None:
             return InstanceState.LOST
-        if self.follows_events and not self.sync.live:
+        if self.info.exact_prefix and self.sync.is_incomplete:
             return InstanceState.SYNCING
         return InstanceState.READY
 

@@ -63,6 +63,11 @@ class ReportSync:
         return self.phase is SyncPhase.LIVE
 
     @property
+    def is_incomplete(self) -> bool:
+        """Whether the copy waits for keys of a snapshot."""
+        return self.phase is not SyncPhase.LIVE and self.phase is not SyncPhase.FULL
+
+    @property
     def full(self) -> bool:
         """Whether the index had no room for the copy, which needs room for `wanted` keys."""
         return self.phase is SyncPhase.FULL
