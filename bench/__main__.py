@@ -45,6 +45,7 @@ from bench.place import place
 from bench.profile import profile
 from bench.report_age import report_age
 from bench.scrapes import scrapes
+from bench.shared_prompts import shared_prompts
 from bench.shortlist import shortlist
 from bench.side_by_side import side_by_side
 from bench.simulate import simulate
@@ -70,6 +71,7 @@ BENCHMARKS: dict[str, Callable[[], object]] = {
         requests,
         picker,
         turns,
+        shared_prompts,
         scrapes,
         memory,
         open_request_bytes,

@@ -15,6 +15,10 @@ import os
 import random
 import sys
 from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
 
 from bench.full_cache_fleet import info
 from pointsman.agent.v1 import agent_pb2
@@ -31,59 +35,79 @@ NICENESS = 10
 # Maximum number of instances that send a snapshot at the same time.
 AT_ONCE = 64
 
+Describe: TypeAlias = Callable[[int], dict[str, Any]]
+
+
+def _undescribed(_: int) -> dict[str, Any]:
+    return {}
+
+
+@dataclass
+class _Engine:
+    """The stream of one instance. `computed`: keys that its engine has computed since the last report; `seq`: of that report."""
+
+    report: Report
+    computed: array[int] = field(default_factory=partial(array, "Q"))
+    seq: int = 0
+    has_joined: bool = False
+
+    async def tell(self) -> None:
+        """Send new keys and a load."""
+        if self.computed:
+            added, self.computed = self.computed, array("Q")
+            self.seq += 1
+            await self.report.send(delta=agent_pb2.Delta(seq=self.seq, tier=agent_pb2.TIER_DEVICE, added=added))
+        await self.report.load()
+
 
 class Agents:
     """The agents of all instances."""
 
-    def __init__(self, address: str, channels: contextlib.AsyncExitStack) -> None:
+    def __init__(self, address: str, channels: contextlib.AsyncExitStack, describe: Describe = _undescribed) -> None:
+        """`describe`: further fields of an instance's description (agent_pb2.Instance), by the instance's number."""
         self._address = address
+        self._describe = describe
         self._channels = channels
         self._nodes: list[Client] = []
-        self._reports: dict[str, Report] = {}
-        # What the engines have computed since their last report, and the number of reports with keys, of each instance.
-        self._computed: dict[str, array[int]] = {}
-        self._seqs: dict[str, int] = {}
+        self._engines: dict[str, _Engine] = {}
 
     async def join(self, instances: int, keys: int, incarnation: str) -> None:
         """Let all instances join at once; return when the router has all of them."""
         while len(self._nodes) * ON_A_NODE < instances:
             channel = open_channel(self._address, own_connection=True)
             self._nodes.append(Client(await self._channels.enter_async_context(channel)))
-        before = list(self._reports.values())
-        self._reports.clear()
+        before = list(self._engines.values())
+        self._engines = {
+            info(number).instance_id: _Engine(Report(self._nodes[number // ON_A_NODE])) for number in range(instances)
+        }
         at_once = asyncio.Semaphore(AT_ONCE)
         await asyncio.gather(*(self._join(at_once, number, keys, incarnation) for number in range(instances)))
-        for report in before:
-            report.call.cancel()
+        for engine in before:
+            engine.report.call.cancel()
         while not await _known(self._nodes[0], instances, keys):  # noqa: ASYNC110
             await asyncio.sleep(POLL_INTERVAL_S)
-        print("done", flush=True)
 
     async def _join(self, at_once: asyncio.Semaphore, number: int, count: int, incarnation: str) -> None:
-        name, report = info(number).instance_id, Report(self._nodes[number // ON_A_NODE])
-        await report.hello(name, incarnation=incarnation, kv_capacity_tokens=count * 16)
-        assert (await report.read()).welcome.snapshot
-        self._computed[name] = array("Q")
+        name = info(number).instance_id
+        engine = self._engines[name]
+        described: dict[str, Any] = {"kv_capacity_tokens": count * 16} | self._describe(number)
+        await engine.report.hello(name, incarnation=incarnation, **described)
+        assert (await engine.report.read()).welcome.snapshot
         rng = random.Random(f"{name} {incarnation}")
         async with at_once:
-            await report.snapshot(array("Q", rng.randbytes(8 * count)))  # type: ignore[arg-type]
-        self._seqs[name] = 0
-        self._reports[name] = report
+            await engine.report.snapshot(array("Q", rng.randbytes(8 * count)))  # type: ignore[arg-type]
+        engine.has_joined = True
 
     def computed(self, name: str, keys: bytes) -> None:
-        """Report these keys of an instance with its next load."""
-        self._computed[name].frombytes(keys)
+        """Report these keys of an instance before its next load."""
+        self._engines[name].computed.frombytes(keys)
 
     async def tell(self) -> None:
         """Send each instance's new keys and its load, once in LOAD_INTERVAL_S."""
         while True:
-            for name, report in list(self._reports.items()):
-                if keys := self._computed[name]:
-                    self._computed[name] = array("Q")
-                    self._seqs[name] += 1
-                    added = agent_pb2.Delta(seq=self._seqs[name], tier=agent_pb2.TIER_DEVICE, added=keys)
-                    await report.send(delta=added)
-                await report.load()
+            for engine in list(self._engines.values()):
+                if engine.has_joined:
+                    await engine.tell()
             await asyncio.sleep(LOAD_INTERVAL_S)
 
 
@@ -98,11 +122,16 @@ async def main(address: str) -> None:
             kind, *values = line.decode().split()
             if kind == "join":
                 instances, keys, incarnation = values
-                tasks.create_task(agents.join(int(instances), int(keys), incarnation))
+                tasks.create_task(_join(agents, int(instances), int(keys), incarnation))
             else:
                 name, keys = values
                 agents.computed(name, bytes.fromhex(keys))
         loads.cancel()
+
+
+async def _join(agents: Agents, instances: int, keys: int, incarnation: str) -> None:
+    await agents.join(instances, keys, incarnation)
+    print("done", flush=True)
 
 
 async def _known(client: Client, instances: int, keys: int) -> bool:

@@ -29,7 +29,7 @@ _TEXT_CHUNK = (
     b'data: {"id":"cmpl-0123456789abcdef","object":"text_completion","created":1760000000,"model":"m",'
     b'"choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null}]}\n\n'
 )
-_USAGE = b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":0}}'
+_USAGE = b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
 _HEAD = b"HTTP/1.1 %b\r\nserver: uvicorn\r\ncontent-type: %b\r\n%b\r\n\r\n"
 _STREAM_HEAD = _HEAD % (b"200 OK", b"text/event-stream; charset=utf-8", b"transfer-encoding: chunked")
 
@@ -57,6 +57,8 @@ class Engine(asyncio.Protocol):
     tokenizer: ModelTokenizer | None = None
     interval_s = 0.01
     tells = False
+    # Of each prompt, as the usage tells them.
+    prompt_tokens, cached_tokens = 1, 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -114,7 +116,7 @@ class Engine(asyncio.Protocol):
                 self._json(
                     b'{"id":"x","object":"chat.completion","created":1,"model":"m","choices":[{"index":0,"message":'
                     b'{"role":"assistant","content":" word"},"finish_reason":"length"}],"usage":'
-                    + _USAGE % (1, 2, 1)
+                    + self._usage(1)
                     + b"}"
                 )
 
@@ -126,8 +128,11 @@ class Engine(asyncio.Protocol):
         self._timer = None
         Engine.open_answers -= 1
         if usage:
-            self._transport.write(_framed(b'data: {"choices":[],"usage":' + _USAGE % (1, 1 + count, count) + b"}\n\n"))
+            self._transport.write(_framed(b'data: {"choices":[],"usage":' + self._usage(count) + b"}\n\n"))
         self._transport.write(_framed(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    def _usage(self, count: int) -> bytes:
+        return _USAGE % (self.prompt_tokens, self.prompt_tokens + count, count, self.cached_tokens)
 
     def _json(self, body: bytes, status: bytes = b"200 OK") -> None:
         self._transport.write(_HEAD % (status, b"application/json", b"content-length: %d" % len(body)) + body)
@@ -139,8 +144,8 @@ class Engine(asyncio.Protocol):
         return self.tokenizer.text(str(body["prompt"]), add_special_tokens=body.get("add_special_tokens") is not False)
 
 
-async def _serve(port: int) -> None:
-    server = await asyncio.get_running_loop().create_server(Engine, "127.0.0.1", port, backlog=8192)
+async def _serve(host: str, port: int) -> None:
+    server = await asyncio.get_running_loop().create_server(Engine, host, port, backlog=8192)
     print("serves", flush=True)
     async with server:
         await server.serve_forever()
@@ -150,14 +155,18 @@ def main() -> None:
     """Serve until killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--interval-ms", type=float, default=10.0)
     parser.add_argument("--model", default="")
     parser.add_argument("--tells", action="store_true")
+    parser.add_argument("--prompt-tokens", type=int, default=1)
+    parser.add_argument("--cached-tokens", type=int, default=0)
     given = parser.parse_args()
     Engine.interval_s, Engine.tells = given.interval_ms / 1e3, given.tells
+    Engine.prompt_tokens, Engine.cached_tokens = given.prompt_tokens, given.cached_tokens
     if given.model:
         Engine.tokenizer = load_tokenizer(find_tokenizer(given.model), TokenCache(TOKEN_CACHE_BYTES))
-    uvloop.run(_serve(given.port))
+    uvloop.run(_serve(given.host, given.port))
 
 
 if __name__ == "__main__":

@@ -157,12 +157,13 @@ async def _keep_reporting(reports: list[Report]) -> None:
 @contextlib.asynccontextmanager
 async def router(*flags: str) -> AsyncIterator[tuple[str, ServerProcess]]:
     """Run a router; yield its address and process when it answers."""
-    address = f"127.0.0.1:{free_port()}"
+    port = free_port()
+    address = f"127.0.0.1:{port}"
     command = pointsman_command("router", "--listen", address, "--metrics-listen", "", "--log-level", "error", *flags)
     with process(command) as child:
         async with open_channel(address) as channel:
             await _answers(channel)
-        yield address, ServerProcess(0, (child.pid,))
+        yield address, ServerProcess(port, (child.pid,))
 
 
 async def _answers(channel: grpc.aio.Channel) -> None:
