@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
+import grpc.aio
+
 from bench.full_cache_fleet import info
 from pointsman.agent.v1 import agent_pb2
 from pointsman_common.io.channel import open_channel
@@ -105,9 +107,14 @@ class Agents:
     async def tell(self) -> None:
         """Send each instance's new keys and its load, once in LOAD_INTERVAL_S."""
         while True:
-            for engine in list(self._engines.values()):
+            for name, engine in list(self._engines.items()):
                 if engine.has_joined:
-                    await engine.tell()
+                    try:
+                        await engine.tell()
+                    except grpc.aio.AioRpcError:
+                        # The router ends the stream of an incarnation when the next one joins.
+                        if self._engines.get(name) is engine:
+                            raise
             await asyncio.sleep(LOAD_INTERVAL_S)
 
 
