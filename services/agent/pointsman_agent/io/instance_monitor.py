@@ -25,8 +25,9 @@ from pointsman_common.io.channel import ReloadingChannel
 
 log = structlog.get_logger()
 
-# The pause after a save is at least this multiple of the save's duration, so that saving takes at most 1/50 of the time.
-SAVE_SHARE = 50
+# The pause after a save is this multiple of the save's duration, so that saving takes at most 1/200 of the time, but not longer
+# than MAX_PAUSE_S: a restarted agent replays what came since, of which engines keep 10,000 steps as documented.
+SAVE_SHARE, MAX_PAUSE_S = 200, 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,9 +294,9 @@ class InstanceMonitor:
 
     async def _save_often(self) -> None:
         assert self.subscriber is not None
-        cost_s = 0.0
+        interval_s = pause_s = self._agent_context.save_interval_s
         while True:
-            await asyncio.sleep(max(self._agent_context.save_interval_s, SAVE_SHARE * cost_s))
+            await asyncio.sleep(pause_s)
             began = time.monotonic()
             position = (self.subscriber.applied, self.cached_blocks.latest_seq)
             if position == self._saved:
@@ -304,7 +305,7 @@ class InstanceMonitor:
             self._saving = asyncio.ensure_future(asyncio.to_thread(self._save, state))
             if await asyncio.shield(self._saving):
                 self._saved = position
-            cost_s = time.monotonic() - began
+            pause_s = max(interval_s, min(SAVE_SHARE * (time.monotonic() - began), MAX_PAUSE_S))
 
     def _save(self, state: SavedState) -> bool:
         """Write the file; return whether that succeeded."""
