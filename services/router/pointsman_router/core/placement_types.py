@@ -173,10 +173,15 @@ class InstanceInfo(msgspec.Struct, frozen=True, dict=True):
             return msgspec.structs.replace(identity, kv_dtype=kv.cache_dtype)
         return identity
 
-    @property
+    @cached_property
     def context(self) -> EngineTraits:
         """What limits a prompt and its output here."""
         return EngineTraits(max_model_len=self.max_model_len, counts_output=counts_output(self.engine_version))
+
+    @property
+    def produces_only(self) -> bool:
+        """Whether the engine computes KV for other engines and answers no requests."""
+        return self.kv_transfer is not None and self.kv_transfer.role is KvRole.PRODUCER
 
     @cached_property
     def kv_kind(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from math import inf
@@ -18,7 +18,7 @@ from pointsman_router.core.instances.pool_differences import common_traits, diff
 from pointsman_router.core.instances.prediction_audit import PredictionAudit
 from pointsman_router.core.instances.session_shares import SessionShares
 from pointsman_router.core.instances.stale_reservations import IdleReports
-from pointsman_router.core.placement_types import Candidate, EngineTraits, InstanceInfo, InstanceState, KvRole, Load
+from pointsman_router.core.placement_types import Candidate, EngineTraits, InstanceInfo, InstanceState, Load
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.prefix.lower_tiers import LowerTiers
 
@@ -114,7 +114,7 @@ class InstanceRecord:
     @property
     def produces_only(self) -> bool:
         """Whether the engine computes KV for other engines and answers no requests."""
-        return self.info.kv_transfer is not None and self.info.kv_transfer.role is KvRole.PRODUCER
+        return self.info.produces_only
 
     def forget_snapshot(self) -> None:
         """Drop the candidate snapshot, because something that decisions see of the instance has changed. Mutates."""
@@ -167,20 +167,23 @@ class PoolInfo:
 
 
 class _Traits:
-    """The names and limits of an instance as a dict key. The hash is computed once, since there may be hundreds of names."""
+    """The names and limits of an instance, and whether it only produces KV, as a dict key. The hash is computed once, since there
+    may be hundreds of names."""
 
-    __slots__ = ("_hash", "lora_names", "max_model_len", "served_names")
+    __slots__ = ("_hash", "context", "lora_names", "produces_only", "served_names")
 
     def __init__(self, info: InstanceInfo) -> None:
-        self.served_names, self.lora_names, self.max_model_len = info.served_names, info.lora_names, info.max_model_len
-        self._hash = hash((info.served_names, info.lora_names, info.max_model_len))
+        self.served_names, self.lora_names = info.served_names, info.lora_names
+        self.context, self.produces_only = info.context, info.produces_only
+        self._hash = hash((self.served_names, self.lora_names, self.context, self.produces_only))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Traits) and (
-            self.max_model_len == other.max_model_len
+            self.context == other.context
+            and self.produces_only == other.produces_only
             and self.served_names == other.served_names
             and self.lora_names == other.lora_names
         )
@@ -204,9 +207,9 @@ class _Pool:
         self.lists: dict[frozenset[_Traits], list[InstanceRecord]] = {}
         # id() of such a list -> the weights of its placeable instances. Cleared when these instances, weights or lists change.
         self._shares: dict[int, SessionShares] = {}
-        # Name -> the contexts of the instances that answer to it. Cleared when instances are added, removed or described.
+        # Name -> the contexts of the instances that answer to it. Cleared with the lists.
         self._contexts: dict[str, frozenset[EngineTraits]] = {}
-        self._common: EngineTraits | None = None  # cleared likewise
+        self._common: EngineTraits | None = None  # cleared when instances are added, removed or described
         # Traits -> id -> instance. Most instances are alike, so there are few different traits.
         self._alike: dict[_Traits, dict[str, InstanceRecord]] = {}
         # Name, other than the pool's -> the traits that have it.
@@ -247,7 +250,7 @@ class _Pool:
         """Return the instances that answer to a name, in order of ids."""
         members = self._members.get(name)
         if members is None:
-            alike = frozenset(self._alike if name == self.model else self._answering.get(name, ()))
+            alike = frozenset(self._traits_of(name))
             if alike not in self.lists:
                 found = (self._alike[traits].values() for traits in alike)
                 self.lists[alike] = sorted(chain.from_iterable(found), key=_id_of)
@@ -259,10 +262,13 @@ class _Pool:
         produce KV count where no other answers."""
         contexts = self._contexts.get(name)
         if contexts is None:
-            members = self.members(name)
-            answering = [record for record in members if not record.produces_only] or members
-            contexts = self._contexts[name] = frozenset([record.info.context for record in answering])
+            alike = self._traits_of(name)
+            answering = [traits for traits in alike if not traits.produces_only] or alike
+            contexts = self._contexts[name] = frozenset([traits.context for traits in answering])
         return contexts
+
+    def _traits_of(self, name: str) -> Collection[_Traits]:
+        return self._alike.keys() if name == self.model else self._answering.get(name, ())
 
     def common(self) -> EngineTraits:
         """Return the identity and the limits of the most instances."""
@@ -284,7 +290,7 @@ class _Pool:
 
     def described(self, record: InstanceRecord) -> None:
         """Apply a changed `info` of an instance whose traits have not changed. Mutates."""
-        self._shares, self._contexts, self._common, self._info = {}, {}, None, None
+        self._shares, self._common, self._info = {}, None, None
         self.refresh(record)
 
     def refresh(self, record: InstanceRecord) -> None:
@@ -352,6 +358,9 @@ class _Pool:
         for name, members in self._members.items():
             assert members == [record for record in self.records if _answers(record, name)]
             assert any(members is listed for listed in self.lists.values())
+        for name, contexts in self._contexts.items():
+            infos = [record.info for record in self.records if _answers(record, name)]
+            assert contexts == {info.context for info in [i for i in infos if not i.produces_only] or infos}
         for members in self.lists.values():
             if (shares := self._shares.get(id(members))) is not None:
                 assert vars(shares) == vars(_shares_of(members))
