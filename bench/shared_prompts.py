@@ -79,22 +79,22 @@ async def shared_prompts() -> list[Figure]:
         usage = ("--prompt-tokens", str(PROMPT_TOKENS), "--cached-tokens", str(SHARED_TOKENS))
         async with (
             stack.engine(INTERVAL_MS, folder, "--host", "0.0.0.0", *usage) as engine,
-            stack.pointsman([], folder) as (gateway, router),
+            stack.router() as (router_at, router),
             contextlib.AsyncExitStack() as channels,
             aiohttp.ClientSession() as http,
         ):
-            agents = Agents(f"127.0.0.1:{router.port}", channels, partial(_described, engine, folder))
+            agents = Agents(router_at, channels, partial(_described, engine, folder))
             await agents.join(INSTANCES, KEYS, "1")
             telling = asyncio.create_task(agents.tell())
             try:
-                await _run(
-                    http, gateway, agents, prompts, 3 * INSTANCES
-                )  # each is sent its own, and confirms its events
-                before = [stack.cpu_s(*process.pids) for process in (gateway, router)]
-                began = time.perf_counter()
-                times = await _run(http, gateway, agents, prompts, REQUESTS)
-                spent_s = time.perf_counter() - began
-                now = [stack.cpu_s(*process.pids) for process in (gateway, router)]
+                async with stack.gateway(router_at) as gateway:
+                    # Each instance is sent some, which confirm its events.
+                    await _run(http, gateway, agents, prompts, 3 * INSTANCES)
+                    before = [stack.cpu_s(*process.pids) for process in (gateway, router)]
+                    began = time.perf_counter()
+                    times = await _run(http, gateway, agents, prompts, REQUESTS)
+                    spent_s = time.perf_counter() - began
+                    now = [stack.cpu_s(*process.pids) for process in (gateway, router)]
             finally:
                 telling.cancel()
             direct = [await _ask(http, engine.port, prompts.next(0)) for _ in range(DIRECT)]

@@ -202,16 +202,25 @@ async def pointsman(
 
     `max_model_len` is reported for the engines (0: not reported). `turns_file`: for longest_turn() of the gateway.
     """
-    async with router() as (router_at, placing):
-        port = free_port()
-        words = ["gateway", "--listen", f"127.0.0.1:{port}", "--routers", router_at, *flags]
-        command = pointsman_command(*words)
-        if turns_file is not None:
-            command = [sys.executable, "-m", "bench.timed_service", str(turns_file), *words]
-        with process([*command, "--log-level", "error"]) as child:
-            async with _reported(engines, router_at, model, max_model_len):
-                await wait_until_ready(port)
-                yield ServerProcess(port, (child.pid,)), placing
+    async with (
+        router() as (router_at, placing),
+        _reported(engines, router_at, model, max_model_len),
+        gateway(router_at, *flags, turns_file=turns_file) as served,
+    ):
+        yield served, placing
+
+
+@contextlib.asynccontextmanager
+async def gateway(router_at: str, *flags: str, turns_file: Path | None = None) -> AsyncIterator[ServerProcess]:
+    """Run a gateway of a router that knows engines. `turns_file`: for longest_turn()."""
+    port = free_port()
+    words = ["gateway", "--listen", f"127.0.0.1:{port}", "--routers", router_at, *flags]
+    command = pointsman_command(*words)
+    if turns_file is not None:
+        command = [sys.executable, "-m", "bench.timed_service", str(turns_file), *words]
+    with process([*command, "--log-level", "error"]) as child:
+        await wait_until_ready(port)
+        yield ServerProcess(port, (child.pid,))
 
 
 @contextlib.asynccontextmanager
