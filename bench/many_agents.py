@@ -111,7 +111,7 @@ class Agents:
                 if engine.has_joined:
                     try:
                         await engine.tell()
-                    except grpc.aio.AioRpcError:
+                    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                         # The router ends the stream of an incarnation when the next one joins.
                         if self._engines.get(name) is engine:
                             raise
