@@ -115,7 +115,7 @@ async def _console(url: str) -> None:
 async def _shared_store() -> list[Figure]:
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as (url, _):
-        async with redis.asyncio.Redis.from_url(url) as store:
+        async with redis.asyncio.Redis.from_url(url, socket_timeout=WITHIN_S) as store:
             await _fill(store)
             async with TimedRouter.running("--redis-url", url) as router:
                 session = Session(router.client, "takes over")
