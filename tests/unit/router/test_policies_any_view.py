@@ -210,8 +210,11 @@ def test_excluded_candidates_change_nothing(
     assert policy.choose(asked, seen, random.Random(seed)) == policy.choose(asked, without, random.Random(seed))
 
 
-def chosen_beside_a_less_loaded_twin(policy: Policy, asked: PlacementRequest, seen: FleetView) -> tuple[str, str]:
-    """Return whom the policy chooses, and whom after one like it has joined with a request and a token to prefill fewer."""
+def chosen_beside_a_better_twin(
+    policy: Policy, asked: PlacementRequest, seen: FleetView, *, cached: bool
+) -> tuple[str, str]:
+    """Return whom the policy chooses, and whom after one like it has joined with a request and a token to prefill fewer; with
+    `cached` it has all of the prompt, too."""
     busy = tuple(
         replace(member, num_requests=member.num_requests + 1, pending_prefill_tokens=member.pending_prefill_tokens + 1)
         for member in seen.candidates
@@ -219,9 +222,11 @@ def chosen_beside_a_less_loaded_twin(policy: Policy, asked: PlacementRequest, se
     seen = replace(seen, candidates=busy, session_owner="")
     chosen = policy.choose(asked, seen, random.Random(0)).steps[-1].instance_id
     before = next(member for member in busy if member.instance_id == chosen)
+    prefix = {"cached_tokens": asked.input_tokens, "new_tokens": 0} if cached else {}
     twin = replace(
         before,
         instance_id="twin",
+        **prefix,
         num_requests=before.num_requests - 1,
         pending_prefill_tokens=before.pending_prefill_tokens - 1,
     )
@@ -233,13 +238,14 @@ def chosen_beside_a_less_loaded_twin(policy: Policy, asked: PlacementRequest, se
 @pytest.mark.parametrize(
     "name", [name for name, kind in POLICIES.items() if kind.uses_shortlist and name not in ("foresight", "auto")]
 )
+@pytest.mark.parametrize("cached", [False, True])
 @patient
 @given(case=cases())
-def test_a_policy_with_a_shortlist_prefers_the_less_loaded_of_two_that_have_equally_much_cached(
-    name: str, case: tuple[PlacementRequest, FleetView]
+def test_a_policy_with_a_shortlist_prefers_the_less_loaded_of_two_and_wants_no_shorter_prefix(
+    name: str, cached: bool, case: tuple[PlacementRequest, FleetView]
 ) -> None:
-    before, after = chosen_beside_a_less_loaded_twin(make_policy(name), *case)
-    assert after != before, f"{name}: leave uses_shortlist out, or prefer the less loaded"
+    before, after = chosen_beside_a_better_twin(make_policy(name), *case, cached=cached)
+    assert after != before, f"{name}: leave uses_shortlist out, or prefer the less loaded, and a longer prefix"
 
 
 @dataclass(frozen=True)
@@ -254,9 +260,31 @@ class MostRequests(Policy):
         return serve(lowest(view.eligible(), scores, view.decision_number), "least_requests", scores)
 
 
-@pytest.mark.parametrize("policy", [MostRequests(), make_policy("linear"), make_policy("round_robin")])
-def test_one_that_does_not_prefer_it_is_found(policy: Policy) -> None:
-    assert chosen_beside_a_less_loaded_twin(policy, request(tokens=100), view(candidate("a"))) == ("a", "a")
+@dataclass(frozen=True)
+class SecondBest(Policy):
+    """Takes the second longest prefix; of those that have equally much, the less loaded."""
+
+    name: ClassVar[str] = "second_best"
+    uses_shortlist: ClassVar[bool] = True
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        lengths = sorted({member.cached_tokens for member in view.eligible()})
+        wanted = [member for member in view.eligible() if member.cached_tokens == lengths[-2:][0]]
+        scores = {member.instance_id: float(member.num_requests) for member in wanted}
+        return serve(lowest(wanted, scores, view.decision_number), "best_cache_hit", scores)
+
+
+@pytest.mark.parametrize(
+    ("policy", "cached"),
+    [
+        (MostRequests(), False),
+        (make_policy("linear"), False),
+        (make_policy("round_robin"), False),
+        (SecondBest(), True),
+    ],
+)
+def test_one_that_does_not_is_found(policy: Policy, cached: bool) -> None:
+    assert chosen_beside_a_better_twin(policy, request(tokens=100), view(candidate("a")), cached=cached) == ("a", "a")
 
 
 @patient
