@@ -30,6 +30,7 @@ from pointsman_router.core.requests.placement_plans import MAX_STEPS
 from pointsman_router.core.requests.request_table import RequestTable
 from pointsman_router.core.router_state import ENDS_AT_ONCE, RouterState
 from pointsman_router.io.convert.gateway_messages import placement_request
+from tests.support.interpreter_steps import Steps
 from tests.support.router_values import finish, hello, info, join, place, request, state
 
 PROMPT = list(range(200))
@@ -676,3 +677,38 @@ def test_a_request_whose_gateway_waits_no_longer_is_not_placed(left_s: float) ->
     assert len(router.reservations) == 0
     assert isinstance(place(router, request("r", tokens=100, deadline_s=0.001)), ev.Placed)
     assert isinstance(place(router, request("r", tokens=100, deadline_s=left_s)), ev.Placed), "it is placed already"
+
+
+def large_pool(size: int) -> RouterState:
+    router = state()
+    for number in range(size):
+        join(router, f"i{number:03d}", number)
+    place(router, request("r"))
+    router.handle(ev.Tick(), 0.0)
+    return router
+
+
+def test_a_tick_looks_at_an_idle_instance_in_few_steps() -> None:
+    """It looks at all of them in one turn of the event loop."""
+    steps = []
+    for size in (20, 120):
+        router = large_pool(size)
+        with Steps() as taken:
+            router.handle(ev.Tick(), 0.5)
+        steps.append(taken.count)
+    assert (steps[1] - steps[0]) / 100 < 175
+
+
+def test_contexts_cost_the_same_however_many_engines_there_are() -> None:
+    """They are looked at again after each change of an instance, and there may be a thousand restarts."""
+    steps = []
+    for size in (20, 120):
+        router = large_pool(size)
+        join(router, "i000", 0, incarnation="2")
+        with Steps() as taken:
+            assert len(router.instances.contexts("m", "m")) == 1
+        steps.append(taken.count)
+    assert steps[0] == steps[1]
+    join(router, "i000", 0, incarnation="2", engine_version="0.31.0", max_model_len=9_000)
+    assert {context.max_model_len for context in router.instances.contexts("m", "m")} == {0, 9_000}
+    router.check_invariants()
