@@ -332,6 +332,22 @@ def test_others_may_go_to_an_engine_whose_answer_on_trial_has_begun() -> None:
     assert life.excluded(4.5, agent_gone=True) == NOT_ANSWERING
 
 
+def test_an_engine_whose_last_trial_was_cancelled_in_mid_answer_is_not_gone() -> None:
+    """Its client left, and the next trial waits for a whole answer; its agent is gone, and it is the last of its pool."""
+    life = EngineLife()
+    life.began("a", 0.0)
+    life.broke_off("a", 1.0, SETTINGS)
+    for number in range(3):
+        life.failed(f"b{number}", 1.0, SETTINGS, UNREACHED)
+    life.placed("trial", 5.0)
+    life.began("trial", 5.5)
+    life.left("trial", 6.0, SETTINGS)
+    life.placed("next", 7.0)
+    assert life.excluded(7.5, agent_gone=True) == CIRCUIT_OPEN
+    life.failed("next", 8.0, SETTINGS, UNREACHED)
+    assert life.excluded(8.5, agent_gone=True) == NOT_ANSWERING
+
+
 def test_an_engine_that_generates_nothing_while_its_answers_stand_still_is_out_at_once() -> None:
     life = EngineLife()
     life.placed("r", 0.0)

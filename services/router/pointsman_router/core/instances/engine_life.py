@@ -94,6 +94,7 @@ class EngineLife:
     status: int = 0  # HTTP status of the last error; 0: a broken connection
     opened: int = 0  # how many times in a row the engine was put out; 0: in
     out_since: float = 0.0
+    put_out_at: float = 0.0  # when a failure, that of a trial included, put it out last
     until: float = 0.0  # when the next trial may begin
     alone_until: float = 0.0  # when it may begin if no other instance of the pool gets requests
     trial: str = ""  # id of the request on trial, which shows whether the engine has recovered
@@ -125,14 +126,18 @@ class EngineLife:
             return (
                 CIRCUIT_OPEN  # The answer on trial has begun: the others may go there if they have nowhere else to go.
             )
-        if agent_gone:  # With both witnesses against it, it is probably gone itself.
-            return NOT_ANSWERING
+        if agent_gone and (self.sign_at <= self.put_out_at or self._is_silent(now)):
+            return NOT_ANSWERING  # With both witnesses against it, it is probably gone itself.
         return NOT_ANSWERING if self.answers_nothing(now) and (self.trial or now < self.alone_until) else CIRCUIT_OPEN
 
     def answers_nothing(self, now: float) -> bool:
         """Return whether the engine is out since it sends no answers at all, not even errors or the rest of older answers."""
         if not self.opened or self.cause not in (SILENCE, UNREACHED):
             return False
+        return self._is_silent(now)
+
+    def _is_silent(self, now: float) -> bool:
+        """Return whether nothing came lately of what the engine has sent since it is out."""
         return self.sign_at <= self.out_since + TOLD_WITHIN_S or now > self.sign_at + SIGN_S
 
     def placed(self, request_id: str, now: float) -> None:
@@ -203,6 +208,7 @@ class EngineLife:
             return False
         else:
             self.out_since = now
+        self.put_out_at = now
         self.alone_until = now + settings.first_open_s
         self.until = now + min(settings.first_open_s * 2.0**self.opened, settings.max_open_s)
         self.opened = min(self.opened + 1, 30)
