@@ -29,6 +29,7 @@ from pointsman_router.core.policy.base import NO_KV_TRANSFER, Policy, decide, lo
 from pointsman_router.core.policy.reasons import REASONS
 from pointsman_router.core.policy.unified import Unified
 from pointsman_router.core.prefill_curve import PrefillCurve, PrefillSums, PrefillWork
+from pointsman_router.core.shortlist import DECODE_WEIGHT
 from tests.support.policy_docstrings import documented_reasons
 from tests.support.router_values import candidate, request, view
 
@@ -214,7 +215,7 @@ def chosen_beside_a_better_twin(
     policy: Policy, asked: PlacementRequest, seen: FleetView, *, cached: bool
 ) -> tuple[str, str]:
     """Return whom the policy chooses, and whom after one like it has joined with a request and a token to prefill fewer; with
-    `cached` it has all of the prompt, too."""
+    `cached` it has all of the prompt, too. It has some tokens more in decode, so little that it has less work all the same."""
     busy = tuple(
         replace(member, num_requests=member.num_requests + 1, pending_prefill_tokens=member.pending_prefill_tokens + 1)
         for member in seen.candidates
@@ -229,6 +230,7 @@ def chosen_beside_a_better_twin(
         **prefix,
         num_requests=before.num_requests - 1,
         pending_prefill_tokens=before.pending_prefill_tokens - 1,
+        ongoing_decode_tokens=before.ongoing_decode_tokens + int(0.5 / DECODE_WEIGHT),
     )
     after = policy.choose(asked, replace(seen, candidates=(*busy, twin)), random.Random(0))
     return chosen, after.steps[-1].instance_id
@@ -261,6 +263,21 @@ class MostRequests(Policy):
 
 
 @dataclass(frozen=True)
+class FewestDecodes(Policy):
+    """Prefers the instance with the fewest tokens in decode."""
+
+    name: ClassVar[str] = "fewest_decodes"
+    uses_shortlist: ClassVar[bool] = True
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        scores = {member.instance_id: float(member.ongoing_decode_tokens) for member in view.eligible()}
+        least = min(scores.values())
+        fewest = [member for member in view.eligible() if scores[member.instance_id] == least]
+        loads = {member.instance_id: float(member.num_requests) for member in fewest}
+        return serve(lowest(fewest, loads, view.decision_number), "least_requests", scores)
+
+
+@dataclass(frozen=True)
 class SecondBest(Policy):
     """Takes the second longest prefix; of those that have equally much, the less loaded."""
 
@@ -280,6 +297,7 @@ class SecondBest(Policy):
         (MostRequests(), False),
         (make_policy("linear"), False),
         (make_policy("round_robin"), False),
+        (FewestDecodes(), False),
         (SecondBest(), True),
     ],
 )

@@ -31,7 +31,7 @@ class Unified(Policy):
         ceiling, in 1 and 2: skipped if num_requests > max(ceiling_min, ceiling_factor * mean(num_requests of the others))
 
     new: tokens of the prompt that are not cached there; pending_prefill: tokens placed there and not computed yet;
-    ongoing_decode: context tokens of answers past their first token. An overloaded owner with the whole prompt cached and
+    ongoing_decode: input tokens of answers past their first token. An overloaded owner with the whole prompt cached and
     nothing pending has a score of about 0, however many requests multiply it. Without the ceiling such an owner would fail rule
     1 and be chosen again by rule 2. The ceiling's mean excludes the instance itself, since otherwise neither of two instances
     could ever be over twice the mean. With a factor of at least 1 the least loaded instance is never skipped.
