@@ -15,7 +15,7 @@ import os
 import random
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -45,7 +45,7 @@ def _undescribed(_: int) -> dict[str, Any]:
 
 
 @dataclass
-class _Engine:
+class ReportedEngine:
     """The stream of one instance. `computed`: keys that its engine has computed since the last report; `seq`: of that report."""
 
     report: Report
@@ -71,7 +71,7 @@ class Agents:
         self._describe = describe
         self._channels = channels
         self._nodes: list[Client] = []
-        self._engines: dict[str, _Engine] = {}
+        self._engines: dict[str, ReportedEngine] = {}
 
     async def join(self, instances: int, keys: int, incarnation: str) -> None:
         """Let all instances join at once; return when the router has all of them."""
@@ -80,7 +80,8 @@ class Agents:
             self._nodes.append(Client(await self._channels.enter_async_context(channel)))
         before = list(self._engines.values())
         self._engines = {
-            info(number).instance_id: _Engine(Report(self._nodes[number // ON_A_NODE])) for number in range(instances)
+            info(number).instance_id: ReportedEngine(Report(self._nodes[number // ON_A_NODE]))
+            for number in range(instances)
         }
         at_once = asyncio.Semaphore(AT_ONCE)
         await asyncio.gather(*(self._join(at_once, number, keys, incarnation) for number in range(instances)))
@@ -116,6 +117,40 @@ class Agents:
                         if self._engines.get(name) is engine:
                             raise
             await asyncio.sleep(LOAD_INTERVAL_S)
+
+
+class AgentsProcess:
+    """Agents in a process of their own, which are told by its standard input."""
+
+    def __init__(self, stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader) -> None:
+        self._stdin, self._stdout = stdin, stdout
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def running(cls, address: str) -> AsyncIterator[AgentsProcess]:
+        """Run the agents of a router inside the block."""
+        pipe = asyncio.subprocess.PIPE
+        command = (sys.executable, "-m", "bench.many_agents", address)
+        child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            yield cls(child.stdin, child.stdout)
+        finally:
+            child.kill()
+            await child.wait()
+
+    async def join(self, instances: int, keys: int, incarnation: int) -> None:
+        """Let all instances send a hello at once; return when the router has all of them with all their keys. Raises RuntimeError
+        if the agents end."""
+        self._stdin.write(f"join {instances} {keys} {incarnation}\n".encode())
+        if await self._stdout.readline() != b"done\n":
+            raise RuntimeError("the agents have ended")
+
+    def computed(self, instance_id: str, keys: array[int]) -> None:
+        """Let an instance's agent report that its engine has computed a prompt with these keys: without such reports a router
+        stops trusting the engine's events."""
+        self._stdin.write(f"computed {instance_id} {keys.tobytes().hex()}\n".encode())
 
 
 async def main(address: str) -> None:

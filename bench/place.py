@@ -24,8 +24,8 @@ from bench.full_cache_fleet import (
     long_prompt,
     prefix_length,
 )
+from bench.many_agents import ReportedEngine
 from bench.stack import ServerProcess
-from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, placement_pb2, placement_pb2_grpc
 from pointsman_common.io.batch_queue import BatchQueue
 from pointsman_common.io.channel import open_channel
@@ -60,8 +60,8 @@ async def place() -> list[Figure]:
         figures.append(await _sent_keys(session, served, array("Q", keys)))
         await fleet.report()
         figures += await _rate(session, fleet, served)
-        for agent in fleet.agents:
-            agent.call.cancel()
+        for engine in fleet.engines:
+            engine.report.call.cancel()
     async with stack.router() as (address, served), open_channel(address) as channel:
         fleet = await _fill(channel, keys, MANY_INSTANCES, MANY_KEYS)
         session = await _session(channel, fleet, keys, MANY_KEYS)
@@ -72,7 +72,7 @@ async def place() -> list[Figure]:
                 f"{tokens:,}-token prompts on {MANY_INSTANCES:,} instances, {IN_FLIGHT} in flight; baseline is the goal"
             )
             figures.append(Figure(f"place_cpu_us_{MANY_INSTANCES}_{tokens // 1000}k", cpu_us, "us", goal, note))
-        figures.append(await _restart(session, channel, fleet.agents))
+        figures.append(await _restart(session, channel, fleet.engines[0].report))
     with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as (url, _):
         async with stack.router("--redis-url", url) as (address, _), open_channel(address) as channel:
             fleet = await _fill(channel, keys)
@@ -144,9 +144,9 @@ async def _rate(session: Session, fleet: Fleet, served: ServerProcess, count: in
     ]
 
 
-async def _restart(session: Session, channel: grpc.aio.Channel, agents: list[Report]) -> Figure:
+async def _restart(session: Session, channel: grpc.aio.Channel, agent: Report) -> Figure:
     """Restart one engine; return the bytes that the router sends to a gateway up to the update about the restart."""
-    agents[0].call.cancel()
+    agent.call.cancel()
     name = info(0).instance_id
     sent_bytes = 0
 
@@ -227,7 +227,7 @@ async def _session(channel: grpc.aio.Channel, fleet: Fleet, keys: list[int], cou
     hello = placement_pb2.GatewayHello(gateway_id="bench", secret=secrets.token_bytes(16))
     await session.write(placement_pb2.SessionRequest(hello=hello))
     await fleet.report()
-    for name in (info(number).instance_id for number in range(len(fleet.agents))):
+    for name in (info(number).instance_id for number in range(len(fleet.engines))):
         prompt = cached_keys(keys, int(name[1:]), count)[-OWN_KEYS:]
         request = placement_pb2.PlacementRequest(request_id=name, model="m", input_tokens=16 * len(prompt), keys=prompt)
         await session.write(placement_pb2.SessionRequest(place=request))
@@ -285,26 +285,17 @@ class Fleet:
     """The agents of the instances that hold prefixes of `prompt`, and what their engines have computed since they reported."""
 
     def __init__(self, agents: list[Report], prompt: list[int]) -> None:
-        self.agents, self.prompt = agents, prompt
+        self.engines, self.prompt = [ReportedEngine(agent) for agent in agents], prompt
         self._held = [prefix_length(prompt, number) for number in range(len(agents))]
-        self._seqs = [0] * len(agents)
-        self._new: list[list[int]] = [[] for _ in agents]
 
     def computes(self, placement: placement_pb2.Placement, keys: list[int]) -> None:
         """Note that a prompt with these keys, `prompt` or one that has none in common with others, is computed."""
         number = int(placement.step.instance.instance_id[1:])
         if keys is self.prompt:
             keys, self._held[number] = keys[self._held[number] :], len(keys)
-        self._new[number] += keys
+        self.engines[number].computed.extend(keys)
 
     async def report(self) -> None:
         """Report the keys of all computed blocks and a load, as agents do all the time: the router stops to trust events that
         tell of no block, and ignores the keys of an instance that has not reported for a while."""
-        load = agent_pb2.Load(healthy=True, running=1, kv_usage=0.25)
-        for number, keys in enumerate(self._new):
-            if keys:
-                self._seqs[number] += 1
-                added = agent_pb2.Delta(seq=self._seqs[number], tier=agent_pb2.TIER_DEVICE, added=keys)
-                await self.agents[number].send(delta=added)
-        self._new = [[] for _ in self.agents]
-        await asyncio.gather(*(agent.send(load=load) for agent in self.agents))
+        await asyncio.gather(*(engine.tell() for engine in self.engines))

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from bench import stack
 from bench.figures import Figure
+from bench.many_agents import AgentsProcess
 from bench.rivals.contenders import Part
 from bench.rivals.process_cpu import cpu_s
 from bench.rivals.running import RunningRouter
@@ -205,23 +206,11 @@ def _place(frames: Sequence[str]) -> tuple[str, str]:
 
 async def _idle(instances: int) -> Figure:
     """idle_INSTANCES_ms: CPU time of a router for a fleet that only reports its loads, each second."""
-    async with stack.router() as (address, served):
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "bench.many_agents", address,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        assert child.stdin is not None
-        assert child.stdout is not None
-        try:
-            child.stdin.write(f"join {instances} 1000 1\n".encode())
-            if await child.stdout.readline() != b"done\n":
-                raise RuntimeError("the agents did not start")
-            await asyncio.sleep(SETTLE_S)
-            began, before = time.perf_counter(), cpu_s(served.pids)
-            await asyncio.sleep(IDLE_S)
-            idle_ms = (cpu_s(served.pids) - before) / (time.perf_counter() - began) * 1e3
-        finally:
-            child.kill()
-            await child.wait()
+    async with stack.router() as (address, served), AgentsProcess.running(address) as agents:
+        await agents.join(instances, 1_000, 1)
+        await asyncio.sleep(SETTLE_S)
+        began, before = time.perf_counter(), cpu_s(served.pids)
+        await asyncio.sleep(IDLE_S)
+        idle_ms = (cpu_s(served.pids) - before) / (time.perf_counter() - began) * 1e3
     note = f"a router's CPU in a second without traffic, {instances:,} instances that report their load once a second"
     return Figure(f"idle_{instances}_ms", idle_ms, "ms", None, note)

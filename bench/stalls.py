@@ -25,6 +25,7 @@ import redis.asyncio
 
 from bench import stack
 from bench.figures import Figure, percentile
+from bench.many_agents import AgentsProcess
 from bench.waiting import waiting
 from pointsman.router.v1 import fleet_pb2
 from pointsman_common.core.block_keys import KEY_TOKENS
@@ -172,11 +173,13 @@ async def _fill(store: redis.asyncio.Redis) -> None:
 class TimedRouter:
     """A router process that times the turns of its event loop, with the process of its agents."""
 
-    def __init__(self, pid: int, turns_file: Path, channel: grpc.aio.Channel, console_url: str) -> None:
+    def __init__(
+        self, pid: int, turns_file: Path, channel: grpc.aio.Channel, console_url: str, agents: AgentsProcess
+    ) -> None:
         self._pid = pid
         self._turns_file = turns_file
         self._numbers = itertools.count()
-        self._agents: asyncio.subprocess.Process | None = None
+        self._agents = agents
         self.client = Client(channel)
         self.console_url = console_url
 
@@ -191,36 +194,15 @@ class TimedRouter:
             command = [sys.executable, "-m", "bench.timed_service", str(turns_file), "router", "--listen", address]
             command += ["--metrics-listen", "", "--console-listen", console, "--log-level", "error", *flags]
             with stack.process(command) as child:
-                async with open_channel(address) as channel:
-                    router = cls(child.pid, turns_file, channel, f"http://{console}")
+                async with open_channel(address) as channel, AgentsProcess.running(address) as agents:
+                    router = cls(child.pid, turns_file, channel, f"http://{console}", agents)
                     await eventually(lambda: asyncio.to_thread(serves, router.console_url, "/"), "the router answers")
-                    agents = router._agents = await asyncio.create_subprocess_exec(
-                        *(sys.executable, "-m", "bench.many_agents", address),
-                        stdin=asyncio.subprocess.PIPE,
-                        stdout=asyncio.subprocess.PIPE,
-                    )
-                    try:
-                        yield router
-                    finally:
-                        agents.kill()
-                        await agents.wait()
+                    yield router
 
     async def join(self, instances: int, keys: int, incarnation: int) -> None:
-        """Let all instances send a hello at once; wait until the router has all of them with all their keys."""
-        agents = self._agents
-        assert agents is not None
-        assert agents.stdin is not None
-        assert agents.stdout is not None
-        agents.stdin.write(f"join {instances} {keys} {incarnation}\n".encode())
+        """As AgentsProcess.join(), within WITHIN_S."""
         async with asyncio.timeout(WITHIN_S):
-            assert await agents.stdout.readline() == b"done\n"
-
-    def computed(self, instance_id: str, keys: array[int]) -> None:
-        """Let an instance's agent report that its engine has computed a prompt with these keys: without such reports a router
-        stops trusting the engine's events."""
-        assert self._agents is not None
-        assert self._agents.stdin is not None
-        self._agents.stdin.write(f"computed {instance_id} {keys.tobytes().hex()}\n".encode())
+            await self._agents.join(instances, keys, incarnation)
 
     @contextlib.asynccontextmanager
     async def measured(self, name: str, note: str, *, probed: bool = True) -> AsyncIterator[list[Figure]]:
@@ -261,7 +243,7 @@ class TimedRouter:
             begun = time.perf_counter()
             placement = await session.place(name, PROBE_TOKENS, keys=keys, session_id=f"probe-{number % 50}")
             waits.append(time.perf_counter() - begun)
-            self.computed(placement.step.instance.instance_id, keys)
+            self._agents.computed(placement.step.instance.instance_id, keys)
             await session.finish(name)
             await asyncio.sleep(pause_s)
 
