@@ -375,7 +375,7 @@ class FleetViewBuilder:
                 kv_engine_id=kv.engine_id if kv is not None else "",
                 kv_refuses=kv.refused if kv is not None else NONE_REFUSED,
                 prefill_backlog=self._prefill_backlog(record),
-                produces_only=record.produces_only,
+                produces_only=info.produces_only,
                 traits=info.traits,
             ),
             block_size=info.block_size,

@@ -61,7 +61,7 @@ class CacheCapacity:
 
     def of(self, pool: str, instances: Iterable[InstanceRecord]) -> Capacity:
         """Return the capacity of a pool with these instances. O(instances). Mutates what is remembered of them."""
-        records = [record for record in instances if record.state in SERVING and not record.produces_only]
+        records = [record for record in instances if record.state in SERVING and not record.info.produces_only]
         serving = [record.info for record in records]
         if not serving:
             return Capacity()

@@ -300,6 +300,8 @@ class EngineLife:
     def overdue(self, now: float) -> bool:
         """Return whether a first byte is overdue and the engine has sent nothing meanwhile. Of an engine that is out only the
         request on trial counts. O(1): the first to be placed is looked at, of streamed answers and of others."""
+        if not self.streams and not self.wholes:  # of most engines in each tick
+            return False
         if self.opened:
             wait = self.streams.get(self.trial) or self.wholes.get(self.trial) if self.trial else None
             return wait is not None and self._is_overdue(wait, now)

@@ -111,11 +111,6 @@ class InstanceRecord:
             return False
         return now - self.generated_at >= for_s
 
-    @property
-    def produces_only(self) -> bool:
-        """Whether the engine computes KV for other engines and answers no requests."""
-        return self.info.produces_only
-
     def forget_snapshot(self) -> None:
         """Drop the candidate snapshot, because something that decisions see of the instance has changed. Mutates."""
         self.candidate_snapshot = None
@@ -385,7 +380,7 @@ def _tier(record: InstanceRecord) -> int:
 def _shares_of(members: Iterable[InstanceRecord]) -> SessionShares:
     return SessionShares(
         [
-            (_id_of(record), record.order.weight, record.produces_only)
+            (_id_of(record), record.order.weight, record.info.produces_only)
             for record in members
             if record.state in _PLACEABLE
         ]
@@ -483,8 +478,8 @@ class InstanceRegistry:
         record = self._records.get(instance_id)
         return (
             record is not None
-            and record.produces_only
-            and any(not record.produces_only for record in self.members(pool, model))
+            and record.info.produces_only
+            and any(not record.info.produces_only for record in self.members(pool, model))
         )
 
     def add(self, info: InstanceInfo, stream_id: int, now: float) -> InstanceRecord:

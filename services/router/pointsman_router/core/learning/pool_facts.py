@@ -47,7 +47,7 @@ class PoolFactsCounter:
         observer, work = self._prefill_observer, self._prefill_observer.mean_work(pool)
         kinds: dict[str, tuple[bool, float]] = {}
         for record in self._instances.members(pool, pool):
-            if record.state is not InstanceState.READY or record.produces_only:
+            if record.state is not InstanceState.READY or record.info.produces_only:
                 continue
             hardware = record.info.hardware
             if hardware not in kinds:

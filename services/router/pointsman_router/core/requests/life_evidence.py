@@ -93,9 +93,8 @@ class LifeEvidence:
     def tick(self, now: float) -> None:
         """Put the instances out of which a first byte is overdue. O(instances). Mutates."""
         for record in self._instances.unordered():
-            life = record.life
-            if (life.streams or life.wholes) and life.overdue(now):
-                self._judged(record, changed=life.silent(now, self._settings))
+            if record.life.overdue(now):
+                self._judged(record, changed=record.life.silent(now, self._settings))
 
     def _judged(self, record: InstanceRecord, *, changed: bool) -> None:
         record.forget_snapshot()
