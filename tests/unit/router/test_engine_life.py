@@ -316,13 +316,18 @@ def test_answers_that_stand_still_count_as_breaks_once_each() -> None:
     assert ill.stalled("trial", 111.0, SETTINGS, idle=False), "the trial has failed"
 
 
-def test_others_may_go_to_an_engine_whose_answer_on_trial_has_begun() -> None:
-    """A pool of which answers arrive is not refused, whatever the engine did before and whether its agent is there."""
+def unreached_after_a_break() -> EngineLife:
     life = EngineLife()
     life.began("a", 0.0)
     life.broke_off("a", 1.0, SETTINGS)
     for number in range(3):
         life.failed(f"b{number}", 1.0, SETTINGS, UNREACHED)
+    return life
+
+
+def test_others_may_go_to_an_engine_whose_answer_on_trial_has_begun() -> None:
+    """A pool of which answers arrive is not refused, whatever the engine did before and whether its agent is there."""
+    life = unreached_after_a_break()
     assert life.excluded(1.5, agent_gone=True) == NOT_ANSWERING
     life.placed("trial", 2.5)
     assert life.excluded(3.0, agent_gone=True) == NOT_ANSWERING
@@ -334,11 +339,7 @@ def test_others_may_go_to_an_engine_whose_answer_on_trial_has_begun() -> None:
 
 def test_an_engine_whose_last_trial_was_cancelled_in_mid_answer_is_not_gone() -> None:
     """Its client left, and the next trial waits for a whole answer; its agent is gone, and it is the last of its pool."""
-    life = EngineLife()
-    life.began("a", 0.0)
-    life.broke_off("a", 1.0, SETTINGS)
-    for number in range(3):
-        life.failed(f"b{number}", 1.0, SETTINGS, UNREACHED)
+    life = unreached_after_a_break()
     life.placed("trial", 5.0)
     life.began("trial", 5.5)
     life.left("trial", 6.0, SETTINGS)

@@ -271,10 +271,8 @@ class FewestDecodes(Policy):
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         scores = {member.instance_id: float(member.ongoing_decode_tokens) for member in view.eligible()}
-        least = min(scores.values())
-        fewest = [member for member in view.eligible() if scores[member.instance_id] == least]
-        loads = {member.instance_id: float(member.num_requests) for member in fewest}
-        return serve(lowest(fewest, loads, view.decision_number), "least_requests", scores)
+        chosen = lowest(view.eligible(), scores, view.decision_number, then=lambda member: member.num_requests)
+        return serve(chosen, "least_requests", scores)
 
 
 @dataclass(frozen=True)
