@@ -14,6 +14,7 @@ from pointsman_common.core.block_keys import ANCHOR_KEYS, anchor_of
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.prefix import exact_index
 from pointsman_router.core.prefix.exact_index import SHARDS, SWEEP_AFTER, IndexFull, PrefixIndex
+from tests.support.interpreter_steps import Steps
 from tests.support.router_values import join, state
 
 KEYS = 40_000
@@ -104,6 +105,42 @@ class Counted(Sequence[int]):
     def __getitem__(self, at: Any) -> Any:
         self.reads += 1
         return self.keys[at]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from(["add", "drop", "sweep", "look"]))), st.integers(0, 8)
+)
+def test_a_mask_follows_the_changes_of_owners(calls: list[tuple[str, str]], kept: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact_index, "MAX_CHANGES", kept)
+        index, generation, mask = PrefixIndex(), -1, 0
+        for owner, call in calls:
+            if call == "add":
+                index.add(owner, [ord(owner)])
+            elif call == "drop":
+                index.drop(owner)
+            elif call == "sweep":
+                index._sweep_on()
+            else:
+                generation, mask = index.generation, index.mask_since(generation, mask, "abcd")
+                assert mask == index.mask("abcd")
+            index.check_invariants()
+
+
+def test_an_owner_that_comes_again_costs_the_same_however_many_there_are() -> None:
+    """A thousand engines may restart at once, and each is in several indexes."""
+    steps = []
+    for owners in (20, 500):
+        index = PrefixIndex()
+        for number in range(owners):
+            index.add(f"i{number}", [number])
+        generation, mask, names = index.generation, index.mask(index.bits()), set(index.bits())
+        with Steps() as taken:
+            index.drop("i7")
+            index.add("i7", [7])
+            assert index.mask_since(generation, mask, names).bit_count() == owners
+        steps.append(taken.count)
+    assert steps[0] == steps[1]
 
 
 @pytest.mark.parametrize("held", [0, 1, 2, 5, 63, 64, 65, 8_124, 8_125])

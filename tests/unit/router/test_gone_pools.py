@@ -15,6 +15,7 @@ from pointsman_router.core.instances.gone_pools import KEPT_S, GonePools
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.placement_types import Load, Phase
 from pointsman_router.core.prefill_curve import MeanWork, PrefillWork
+from pointsman_router.core.prefix import exact_index
 from pointsman_router.core.requests import request_table
 from pointsman_router.core.requests.hold_queue import QueueSettings
 from pointsman_router.core.router_state import RouterState
@@ -103,6 +104,7 @@ def test_what_is_kept_stays_bounded_while_hundreds_of_pools_come_and_go(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_table, "MAX_ENDED", 20)
         patch.setattr(apply_agent_reports, "KEEP_IDLE_S", 30.0)
+        patch.setattr(exact_index, "MAX_CHANGES", 20)
         churn = Churn(seed, instances, owns_all=owns_all)
         sizes = []
         for _ in range(3):

@@ -13,6 +13,7 @@ from pointsman_common.core.key_report_types import Tier
 from pointsman_router.core.prefix import lower_tiers
 from pointsman_router.core.prefix.exact_index import IndexFull
 from pointsman_router.core.prefix.lower_tiers import MOST_CONTINUED, LowerBlocks, LowerTiers
+from tests.support.interpreter_steps import Steps
 
 KEYS = list(range(1_000, 1_040))
 NAMES = [f"i{number}" for number in range(6)]
@@ -128,6 +129,23 @@ def test_a_store_is_shared_within_its_pool_only() -> None:
     tiers.drop("a")
     assert tiers.continued(KEYS, starts) == {}
     tiers.check_invariants()
+
+
+def test_a_restart_costs_the_same_however_many_share_a_store() -> None:
+    steps = []
+    for size in (20, 500):
+        tiers = LowerTiers()
+        for number in range(size):
+            tiers.share(f"i{number}", "m", "s")
+        tiers.add(Tier.STORAGE, "i1", KEYS[:8])
+        some = {"i6": 2, "i7": 2}
+        expected = dict.fromkeys(some, LowerBlocks(0, 6))
+        assert tiers.continued(KEYS, some) == expected
+        with Steps() as taken:
+            tiers.drop("i7")
+            assert tiers.continued(KEYS, some) == expected
+        steps.append(taken.count)
+    assert steps[0] == steps[1]
 
 
 def test_a_decision_probes_few_keys_for_many_instances(monkeypatch: pytest.MonkeyPatch) -> None:

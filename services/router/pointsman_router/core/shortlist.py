@@ -159,10 +159,8 @@ class PoolLoads:
         return cached
 
     def _mask(self, index: PrefixIndex) -> int:
-        generation, mask = self._masks.get(index, (-1, 0))
-        if generation != index.generation:
-            mask = index.mask(self._records)
-            self._masks[index] = index.generation, mask
+        mask = index.mask_since(*self._masks.get(index, (-1, 0)), self._records)
+        self._masks[index] = index.generation, mask
         return mask
 
     def _holding(self, mask: int, index: PrefixIndex) -> Iterator[str]:

@@ -14,10 +14,10 @@ dicts at a time. So a fleet that resyncs at once does not cost one pass per inst
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import merge
-from itertools import pairwise
+from itertools import islice, pairwise
 from types import MappingProxyType
 
 from pointsman_common.core.block_keys import ANCHOR_KEYS, anchor_of
@@ -40,6 +40,8 @@ MAX_SHARED = 1 << 16
 # Number of different ends of a prompt on its owners from which these are remembered (20 kB with 64 owners), and of how many
 # sessions they are.
 MANY_RUNS = 8
+# Number of recent changes of owners' bits that are kept for those who follow them (150 bytes each).
+MAX_CHANGES = 4_096
 MAX_RECENT = 1_024
 
 
@@ -63,15 +65,15 @@ class PrefixIndex:
         # The sparse owners, whether they have a slot or not, and the bits of those that have one.
         self._sparse: set[str] = set()
         self._sparse_bits = 0
-        # _retired: slots that wait for a sweep. _sweeping: slots whose bits the current sweep clears. _unswept: numbers of the
-        # dicts that it has not visited yet.
-        self._retired: set[int] = set()
-        self._sweeping: set[int] = set()
+        # Bits of slots. _retired: those that wait for a sweep. _sweeping: those that the current sweep clears. _used: both, and
+        # those that have an owner. _unswept: numbers of the dicts that the sweep has not visited yet.
+        self._retired = self._sweeping = self._used = 0
         self._unswept: list[int] = []
         # Session -> the runs that were found for its last prompt, if they were many; most recently used last.
         self._recent: dict[str, list[tuple[int, int]]] = {}
-        # Number of changes of owners' bits so far.
+        # Number of changes of owners' bits so far, and the last ones: an owner got this bit, or lost it.
         self.generation = 0
+        self._changes: deque[tuple[str, int]] = deque(maxlen=MAX_CHANGES)
         # Whether an `add` failed since sweep() last ran a turn.
         self._refused = False
 
@@ -175,12 +177,13 @@ class PrefixIndex:
         bit = self._bit_of.pop(owner, None)
         if bit is None:
             return
-        self.generation += 1
+        self._changed(owner, bit)
         self._sparse_bits &= ~bit
-        slot = bit.bit_length() - 1
-        del self._owner_of[slot]
+        del self._owner_of[bit.bit_length() - 1]
         if self._count.pop(owner):
-            self._retired.add(slot)
+            self._retired |= bit
+        else:
+            self._used ^= bit
 
     def set_sparse(self, owner: str, sparse: bool) -> None:
         """Set whether `owner` is sparse; it stays so when it is dropped. Mutates."""
@@ -201,7 +204,7 @@ class PrefixIndex:
         """Run one turn of a sweep, if one is in progress, enough slots are retired, or room is short. To be called regularly.
         Mutates."""
         short = self._refused or self._size > SHORT_OF_ROOM * self.max_keys
-        if self._unswept or len(self._retired) >= (1 if short else SWEEP_AFTER):
+        if self._unswept or self._retired.bit_count() >= (1 if short else SWEEP_AFTER):
             self._refused = False
             self._sweep_on()
 
@@ -243,6 +246,17 @@ class PrefixIndex:
         bit_of, mask = self._bit_of, 0
         for owner in owners:
             mask |= bit_of.get(owner, 0)
+        return mask
+
+    def mask_since(self, generation: int, mask: int, owners: Collection[str]) -> int:
+        """Return what `mask(owners)` returns now, if it returned `mask` at an earlier `generation` (-1: it was not called).
+        O(changes since then); O(owners) if these are more than MAX_CHANGES."""
+        changes = self.generation - generation
+        if changes > len(self._changes):
+            return self.mask(owners)
+        for owner, bit in islice(reversed(self._changes), changes):
+            if owner in owners:
+                mask ^= bit
         return mask
 
     def owners(self, mask: int) -> list[str]:
@@ -344,8 +358,8 @@ class PrefixIndex:
         """Raise AssertionError if counts and bits disagree."""
         assert self._size == sum(map(len, self._masks)) <= self.max_keys
         assert set(self._count) == set(self._bit_of) == set(self._owner_of.values())
-        assert not (self._retired | self._sweeping) & set(self._owner_of)
         assert not self._retired & self._sweeping
+        assert self._used == sum(self._bit_of.values()) + self._retired + self._sweeping
         assert bool(self._sweeping) == bool(self._unswept)
         keys_with = Counter(mask for shard in self._masks for mask in shard.values())
         for owner, count in self._count.items():
@@ -353,8 +367,7 @@ class PrefixIndex:
             assert count == sum(keys for mask, keys in keys_with.items() if mask & bit), owner
         assert 0 not in keys_with
         assert self._sparse_bits == self.mask(self._sparse)
-        known = sum(1 << slot for slot in {*self._owner_of, *self._retired, *self._sweeping})
-        assert not any(mask & ~known for mask in keys_with)
+        assert not any(mask & ~self._used for mask in keys_with)
 
     def _known_masks(self) -> dict[int, int]:
         if len(self._shared) > MAX_SHARED:
@@ -366,24 +379,27 @@ class PrefixIndex:
     def _bit(self, owner: str) -> int:
         bit = self._bit_of.get(owner)
         if bit is None:
-            slot = 0
-            while slot in self._owner_of or slot in self._retired or slot in self._sweeping:
-                slot += 1
-            bit = self._bit_of[owner] = 1 << slot
-            self._owner_of[slot] = owner
+            # The lowest free slot, so that masks stay short.
+            bit = self._bit_of[owner] = ~self._used & (self._used + 1)
+            self._used |= bit
+            self._owner_of[bit.bit_length() - 1] = owner
             self._count[owner] = 0
-            self.generation += 1
+            self._changed(owner, bit)
             if owner in self._sparse:
                 self._sparse_bits |= bit
         return bit
+
+    def _changed(self, owner: str, bit: int) -> None:
+        self.generation += 1
+        self._changes.append((owner, bit))
 
     def _sweep_on(self) -> None:
         """Run one turn of a sweep; start a new sweep if none is in progress. Slots that retire during a sweep wait for the
         next."""
         if not self._unswept:
-            self._sweeping, self._retired = self._retired, set()
+            self._sweeping, self._retired = self._retired, 0
             self._unswept = list(range(SHARDS))
-        keep = ~sum(1 << slot for slot in self._sweeping)
+        keep = ~self._sweeping
         shared, looked_at = self._known_masks(), 0
         while self._unswept and looked_at < self._sweep_keys:
             number = self._unswept.pop()
@@ -395,7 +411,8 @@ class PrefixIndex:
             self._size -= len(before) - len(after)
             looked_at += len(before)
         if not self._unswept:
-            self._sweeping = set()
+            self._used ^= self._sweeping
+            self._sweeping = 0
 
 
 def _count_of(run: tuple[int, int]) -> int:

@@ -53,8 +53,8 @@ class LowerTiers:
         self._store_of: dict[str, Store] = {}
         self._stores: dict[Store, set[str]] = {}
         self._identities: dict[str, EngineIdentity] = {}
-        # (generation, the bits of the instances of each store) of the STORAGE index.
-        self._store_masks: tuple[int, dict[Store, int]] = (-1, {})
+        # Store -> (generation of the STORAGE index, the bits of the store's instances at that time).
+        self._store_masks: dict[Store, tuple[int, int]] = {}
 
     def __bool__(self) -> bool:
         """Whether any key is known."""
@@ -97,8 +97,11 @@ class LowerTiers:
             store = next(store for store in stores if self._fits(identity, store))
             self._store_of[instance_id] = store
             self._stores.setdefault(store, set()).add(instance_id)
-        if before != self._store_of.get(instance_id):
-            self._store_masks = (-1, {})
+        after = self._store_of.get(instance_id)
+        if before != after:
+            for store in filter(None, (before, after)):
+                self._store_masks.pop(store, None)
+            self._set_bit(instance_id)
 
     def _fits(self, identity: EngineIdentity, store: Store) -> bool:
         there = {self._identities[name] for name in self._stores.get(store, ())}
@@ -118,6 +121,7 @@ class LowerTiers:
         """Remove all keys of an instance. Its store stays known. Mutates; O(tiers)."""
         for index in self._indexes.values():
             index.drop(instance_id)
+        self._set_bit(instance_id)
 
     def sweep(self) -> None:
         """Run one turn of each index's sweep, as PrefixIndex.sweep. Mutates."""
@@ -156,19 +160,29 @@ class LowerTiers:
     def _index(self, tier: int) -> PrefixIndex:
         if (index := self._indexes.get(tier)) is None:
             index = self._indexes[tier] = PrefixIndex(self.max_keys)
+            for instance_id in self._store_of:
+                self._set_bit(instance_id)
         return index
+
+    def _set_bit(self, instance_id: str) -> None:
+        """Let an instance that shares a store have a bit in the STORAGE index, even if it has stored nothing itself."""
+        storage = self._indexes.get(Tier.STORAGE)
+        if storage is None:
+            return
+        if instance_id in self._store_of:
+            storage.add(instance_id, ())
+        elif not storage.count(instance_id):
+            storage.drop(instance_id)
 
     def _stores_of(self, storage: PrefixIndex, names: Iterable[str]) -> tuple[int, ...]:
         """Return the bits of the instances of each shared store that one of `names` uses."""
         if not self._stores:
             return ()
-        used = {self._store_of[name] for name in names if name in self._store_of}
-        if self._store_masks[0] != storage.generation:
-            for name in self._store_of:
-                storage.add(name, ())  # an instance that has stored nothing itself needs a bit, too
-            masks = {store: storage.mask(members) for store, members in self._stores.items()}
-            self._store_masks = storage.generation, masks
-        return tuple(self._store_masks[1][store] for store in sorted(used))
+        used = sorted({self._store_of[name] for name in names if name in self._store_of})
+        for store in used:
+            before = self._store_masks.get(store, (-1, 0))
+            self._store_masks[store] = storage.generation, storage.mask_since(*before, self._stores[store])
+        return tuple(self._store_masks[store][1] for store in used)
 
 
 def _run_ends(
