@@ -40,7 +40,8 @@ LOST, SEEN_WITHIN_S = 3, 3.5
 # Maximum predicted time of a first byte, s. Prompts and answers take less than 2 s on a well engine that has a few.
 MOST_PREDICTED_S = 20.0
 # Within how many requests of its pool an engine that answers one status to everything is known, and its share of those after
-# them. One request at a time is on trial besides, after pauses that double.
+# them. One request at a time is on trial besides, after pauses that double. Each other engine of the pool that answers badly
+# meanwhile makes it as many more: beside its errors those of this one are likelier, and it explains none of them.
 KNOWN_WITHIN, SHARE, TRIALS = 20, 0.05, 3
 # The same of one that spoils its answers: first tokens come from it, so breaks are judged by how often others make any error.
 SPOILT_KNOWN_WITHIN = 60
@@ -119,6 +120,9 @@ class _Ill:
     placed: tuple[int, int] = (0, 0)
     known: tuple[int, int, float] = (0, 0, inf)
     seen: tuple[int, float] = (0, -inf)  # its process, and when that last sent a token, as of the last such request
+    beside: frozenset[str] = (
+        frozenset()
+    )  # the other engines of its pool that have answered badly since these requests began
 
 
 @dataclass
@@ -233,21 +237,26 @@ class LifeWatch:
         into = [name for name in could if (one := router.state.instances.get(name)) is not None and not one.life.opened]
         if into and record.life.opened and record.life.trial != placed.request_id:
             self.violate(f"{placed.request_id} was placed on {instance_id}, which is out, though {into} answer")
-        for ill_id, ill in self._ill.items():
-            concerned = ill.answers_badly and ill.until == inf and self.engines[ill_id].model == pool
-            if concerned and any(name != ill_id for name in could):
-                self._count(ill_id, ill, there=instance_id == ill_id, now=now)
+        bad = frozenset(
+            ill_id
+            for ill_id, ill in self._ill.items()
+            if ill.answers_badly and ill.until == inf and self.engines[ill_id].model == pool
+        )
+        for ill_id in sorted(bad):
+            if any(name != ill_id for name in could):
+                self._count(ill_id, self._ill[ill_id], bad - {ill_id}, there=instance_id == ill_id, now=now)
 
-    def _count(self, ill_id: str, ill: _Ill, *, there: bool, now: float) -> None:
+    def _count(self, ill_id: str, ill: _Ill, beside: frozenset[str], *, there: bool, now: float) -> None:
         if not (there or ill.placed[1]):
             return  # Nothing can be known of it yet.
         engine = self.engines[ill_id]
         if (seen := (engine.lives, engine.answered_at)) > ill.seen:
             # It is a new process, of which nothing is known; or answers that had begun before have gone on: until they end, it
             # does not answer everything so.
-            ill.seen, ill.placed, ill.known = seen, (0, 0), (0, 0, inf)
+            ill.seen, ill.placed, ill.known, ill.beside = seen, (0, 0), (0, 0, inf), frozenset()
+        ill.beside |= beside
         every, got = ill.placed = ill.placed[0] + 1, ill.placed[1] + there
-        within = KNOWN_WITHIN if engine.ill.status else SPOILT_KNOWN_WITHIN
+        within = (KNOWN_WITHIN if engine.ill.status else SPOILT_KNOWN_WITHIN) * (1 + len(ill.beside))
         if every == within:
             ill.known = every, got, now
         before, got_before, at = ill.known
