@@ -52,6 +52,25 @@ def test_an_owner_that_does_not_confirm_an_end_is_told_again_ever_more_rarely() 
     assert ends.overdue(150.0) == [(("t", "s"), frozenset({"m"}))]
 
 
+def test_owners_are_told_again_of_an_end_that_a_late_request_may_undo() -> None:
+    """A router that does not answer may own the pool when the connection moves again, and place what it was asked for."""
+    ends = SessionEnds()
+    for session in ("over", "goes on"):
+        ends.asked_in_vain("t", session, 0.0)
+        ends.add("t", session, 5.0)
+        ends.confirmed("t", session, POOLS)
+    assert ends.unconfirmed(POOLS) == 0
+    assert ends.untold(["m"], 5.0) == [("t", "over"), ("t", "goes on")]
+    ends.begun("t", "goes on", "m")
+    told = [(now, session, done) for now in range(6, 100) for (_, session), done in ends.overdue(float(now))]
+    assert [now for now, session, _ in told if session == "over"] == [6, 8, 12, 20, 36]
+    assert {done for _, session, done in told if session == "over"} == {frozenset()}
+    assert {done for _, session, done in told if session == "goes on"} == {frozenset(POOLS)}
+    ends.add("t", "over", 200.0)
+    ends.confirmed("t", "over", POOLS)
+    assert ends.untold(["m"], 200.0) == []
+
+
 def test_an_end_that_is_reported_twice_is_one_end() -> None:
     ends = SessionEnds()
     ends.add("t", "s", 0.0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from math import inf
+from typing import TypeVar
 
 # How long an end is kept, s. Until then the owner of a pool that was unknown or had no owner is told as soon as there is one.
 KEPT_S = 60.0
@@ -14,15 +16,19 @@ MAX_ENDS = 10_000
 REPEAT_S = 1.0
 
 _Session = tuple[str, str]
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
 class _End:
-    """An end that was reported at `since`. `done`: the pools that need not be told of it any more. An owner that was told is told
-    again at `again_at`, and then after `pause_s`."""
+    """An end that was reported at `since`. `begun`: the pools in which the session has begun anew. `confirmed`: those whose
+    owners have stored the end. `may_be_undone`: a request of the session may come to a router late, and give it an owner again.
+    An owner that was told is told again at `again_at`, and then after `pause_s`."""
 
     since: float
-    done: frozenset[str] = frozenset()
+    may_be_undone: bool
+    begun: frozenset[str] = frozenset()
+    confirmed: frozenset[str] = frozenset()
     again_at: float = field(init=False)
     pause_s: float = field(init=False)
 
@@ -32,36 +38,49 @@ class _End:
     def was_sent(self, now: float, pause_s: float) -> None:
         self.again_at, self.pause_s = now + pause_s, 2.0 * pause_s
 
+    @property
+    def done(self) -> frozenset[str]:
+        """The pools whose owners need not be told of the end any more."""
+        return self.begun if self.may_be_undone and not self.begun else self.begun | self.confirmed
+
 
 class SessionEnds:
     """Ends by (tenant, session id).
 
-    A confirmed end is kept, too: a pool that no router knows at the moment may appear with a session's owner in the store."""
+    A confirmed end is kept, too: a pool that no router knows at the moment may appear with a session's owner in the store. Where
+    a router was asked in vain for a request of the session, all owners are told again even if they have confirmed: the request
+    may reach the router late, over a connection that stood still, when it owns the pool, and is placed."""
 
     def __init__(self) -> None:
         self._ends: OrderedDict[_Session, _End] = OrderedDict()
+        # Sessions for whose requests a router was asked in vain, and when; newest last.
+        self._in_vain: OrderedDict[_Session, float] = OrderedDict()
 
     def unconfirmed(self, pools: Collection[str]) -> int:
         """Return how many ends the owners of these pools have not all confirmed."""
-        return sum(not end.done or not end.done.issuperset(pools) for end in self._ends.values())
+        done = (end.begun | end.confirmed for end in self._ends.values())
+        return sum(not known or not known.issuperset(pools) for known in done)
+
+    def asked_in_vain(self, tenant: str, session_id: str, now: float) -> None:
+        """Record that a router which was asked for a request of the session is not waited for any more. Mutates."""
+        if session_id:
+            _add(self._in_vain, (tenant, session_id), now)
 
     def add(self, tenant: str, session_id: str, now: float) -> None:
         """Add the end of a session, of which all owners are told now; it replaces an earlier one. Mutates."""
-        self._ends[tenant, session_id] = _End(now)
-        self._ends.move_to_end((tenant, session_id))
-        while len(self._ends) > MAX_ENDS:
-            self._ends.popitem(last=False)
+        session = tenant, session_id
+        _add(self._ends, session, _End(now, self._in_vain.get(session, -inf) > now - KEPT_S))
 
     def begun(self, tenant: str, session_id: str, pool: str) -> None:
         """Record that a new request begins the session again in a pool: its owner must not be told of the earlier end any more.
         Mutates."""
         if self._ends and (end := self._ends.get((tenant, session_id))) is not None:
-            end.done |= {pool}
+            end.begun |= {pool}
 
     def confirmed(self, tenant: str, session_id: str, owners_of: Iterable[str]) -> None:
         """Record that the owners of the pools `owners_of` have stored an end. Mutates."""
         if (end := self._ends.get((tenant, session_id))) is not None:
-            end.done |= frozenset(owners_of)
+            end.confirmed |= frozenset(owners_of)
 
     def untold(self, pools: Collection[str], now: float) -> list[_Session]:
         """Return the ends that the new owner of these pools must be told of now, oldest first. Drops those that are too old.
@@ -84,3 +103,11 @@ class SessionEnds:
     def _expire(self, now: float) -> None:
         while self._ends and next(iter(self._ends.values())).since <= now - KEPT_S:
             self._ends.popitem(last=False)
+
+
+def _add(sessions: OrderedDict[_Session, _T], session: _Session, value: _T) -> None:
+    """Set a session's value, the newest of at most MAX_ENDS. Mutates `sessions`."""
+    sessions[session] = value
+    sessions.move_to_end(session)
+    if len(sessions) > MAX_ENDS:
+        sessions.popitem(last=False)

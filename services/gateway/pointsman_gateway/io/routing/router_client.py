@@ -465,6 +465,7 @@ class RouterClient:
         for entry in requests:
             self._detach(entry)
             if entry.asking:
+                self._session_ends.asked_in_vain(entry.request.tenant, entry.request.session_id, now)
                 self._let_wait(entry, self._owners.pool_of(entry.request.model), now)
         for pool in self._waiting.pools():
             self._wake_for(pool, now)
