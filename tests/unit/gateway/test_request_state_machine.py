@@ -294,6 +294,42 @@ def test_in_mid_stream_too_unless_the_second_instance_has_gone_on_for_long(progr
         ]
 
 
+BROKE_AHEAD = ev.UpstreamFailed("no answer: reset", broke=True)
+BROKE_PREFILL = ev.PrefillEnded("no answer: reset", True, broke=True)
+
+
+@pytest.mark.parametrize("events", [(BROKE_AHEAD, BROKE_PREFILL), (BROKE_PREFILL, None), (BROKE_AHEAD, None)])
+def test_a_request_that_breaks_both_instances_at_once_is_sent_to_no_third(
+    events: tuple[ev.Event, ev.Event | None],
+) -> None:
+    """Both compute it at the same time. One may be left before it is seen to have died, and takes no connection then."""
+    machine, (first, second) = sent_ahead(), events
+    effects = machine.handle(first, 1.0)
+    if second is not None:
+        assert effects == []
+        effects = machine.handle(second, 1.1)
+    else:
+        machine.handle(ev.Tick(), 1.25)
+        left = EAGER_B if first is BROKE_PREFILL else EAGER_A
+        machine.handle(StepAssigned("r", left, 1), 1.3)
+        effects = machine.handle(ev.UpstreamFailed("no answer: ConnectionRefusedError", unreached=True), 1.4)
+    assert isinstance(effects[-1], ev.FailRequest)
+    assert effects[-1].code == ev.BREAKS_INSTANCES
+    assert machine.phase is Phase.DONE
+
+
+def test_a_prefill_goes_on_for_a_moment_after_the_other_instance_has_broken_the_connection() -> None:
+    machine = sent_ahead()
+    assert machine.handle(BROKE_AHEAD, 1.0) == []
+    assert machine.deadline == 1.25
+    ended = [ev.AbortUpstream(), ev.AskNextStep("r", 0, "the other instance: no answer: reset")]
+    assert machine.handle(ev.Tick(), 1.25) == ended
+    machine = sent_ahead()
+    machine.handle(BROKE_AHEAD, 1.0)
+    assert machine.handle(ev.PrefillEnded(), 1.1) == [ev.AskNextStep("r", 0, "")]
+    assert machine.handle(FOLLOWS, 1.2)[-1] == ev.AskRouter("r.1", ("b",))
+
+
 def test_an_instance_that_takes_no_connection_is_not_broken_by_the_request() -> None:
     machine = serving()
     machine.handle(ev.UpstreamFailed("no answer: ConnectionRefusedError"), 2.0)
@@ -709,6 +745,7 @@ class Conversation(RuleBasedStateMachine):
         self.answers: list[str] = []
         self.ended: list[str] = []
         self.plain_only: set[str] = set()
+        self.broken: set[str] = set()  # instances that broke the connection
         self.adopted = False  # another instance has answered: a proxy sends a request once
 
     @initialize(inline_kv_transfer=st.booleans(), first=st.sampled_from([None, EAGER, SLICE]))
@@ -749,6 +786,7 @@ class Conversation(RuleBasedStateMachine):
                     assert attempt_id == self.machine.attempt_id
                 case ev.Prefill(step) | ev.PullKv(step) | ev.Serve(step):
                     assert self.upstream is None, "two requests at once"
+                    assert len(self.broken) < 2, "two have died of it"
                     assert self.early is None
                     assert step.attempt_id not in self.ended
                     if step.attempt_id in self.plain_only:
@@ -810,7 +848,7 @@ class Conversation(RuleBasedStateMachine):
     @precondition(lambda self: self.early is not None)
     @rule(
         event=st.sampled_from(
-            ["", ev.UpstreamFailed("broke"), ev.UpstreamFailed("broke", 500), ev.ResponseRejected(400)]
+            ["", ev.UpstreamFailed("broke"), ev.UpstreamFailed("broke", 500), ev.ResponseRejected(400), BROKE_AHEAD]
         )
     )
     def ahead_ended(self, event: ev.Event | str) -> None:
@@ -822,18 +860,26 @@ class Conversation(RuleBasedStateMachine):
             event = ev.ResponseStarted()
         if not good or isinstance(early, ev.PullKv):
             self.early, self.ended_early = None, early
+        if event is BROKE_AHEAD:
+            assert early is not None
+            self.broken.add(early.step.target.instance_id)
         assert not isinstance(event, str)
         self.tell(event)
 
     @precondition(lambda self: isinstance(self.upstream, ev.Prefill | ev.PullKv))
-    @rule(error=st.sampled_from(["", "broke"]))
-    def helper_ends(self, error: str) -> None:
-        self.helper_ended(error)
+    @rule(error=st.sampled_from(["", "broke"]), broke=st.booleans())
+    def helper_ends(self, error: str, broke: bool) -> None:
+        self.helper_ended(error, broke=broke)
 
-    def helper_ended(self, error: str) -> None:
-        pulled = isinstance(self.upstream, ev.PullKv)
-        self.upstream = None
-        self.tell(ev.PullEnded(error) if pulled else ev.PrefillEnded(error))
+    def helper_ended(self, error: str, *, broke: bool = False) -> None:
+        helper, self.upstream = self.upstream, None
+        if isinstance(helper, ev.PullKv):
+            self.tell(ev.PullEnded(error))
+            return
+        assert isinstance(helper, ev.Prefill)
+        if broke and error:
+            self.broken.add(helper.step.target.instance_id)
+        self.tell(ev.PrefillEnded(error, broke=broke and bool(error)))
 
     @precondition(lambda self: isinstance(self.upstream, ev.Serve) and self.machine.phase is Phase.SERVING)
     @rule(event=st.sampled_from([ev.ResponseStarted(), ev.ResponseRejected(400), ev.ResponseRejected(502, own=True)]))
@@ -863,7 +909,10 @@ class Conversation(RuleBasedStateMachine):
         if refused:
             self.upstream = None  # its answer is read to its end: there is nothing to abort
         continuable = continuable and self.machine.phase is Phase.STREAMING
-        broke = broke and not status and not moved
+        broke = broke and not refused and not moved
+        if broke:
+            assert isinstance(self.upstream, ev.Serve)
+            self.broken.add(self.upstream.step.target.instance_id)
         self.tell(ev.UpstreamFailed("broke", status, refused, continuable, moved=moved, broke=broke))
 
     @precondition(lambda self: self.machine.phase is Phase.STREAMING)

@@ -151,7 +151,8 @@ class UpstreamFailed:
     the instance answered 5xx, which the request or the instance may have caused. `continuable`: another instance can go on with
     the stream. `innocent`: the instance works, but not for this request. `moved`: so it does, and the gateway itself has ended
     the attempt, because operators empty the instance, or it is silent. `broke`: the instance broke the connection after it had
-    the request, which may have killed the engine. `progressed`: after a good part of an answer."""
+    the request, which may have killed the engine. `unreached`: it has not got the request. `progressed`: after a good part of an
+    answer."""
 
     error: str
     status: int = 0
@@ -160,6 +161,7 @@ class UpstreamFailed:
     innocent: bool = False
     moved: bool = False
     broke: bool = False
+    unreached: bool = False
     progressed: bool = False
 
 

@@ -65,6 +65,9 @@ from pointsman_gateway.core.request.request_events import (
 # Kind of failure, beside HTTP statuses: an instance broke the connection.
 BROKE = 0
 
+# How long after the instance of an early step has broken the connection that of the PREFILL is waited for, s: if it breaks the
+# connection too, the request is at fault.
+BOTH_BREAK_S = 0.25
 # Maximum wait for the placement of an attempt that is to show whether a 4xx answer was right, s.
 COMPARE_S = 2.0
 
@@ -111,6 +114,7 @@ class RequestStateMachine:
         self._rejected_by: list[str] = []  # instances that answered 4xx to the request, and are doubted
         # Status of an error to the whole request (BROKE: a broken connection) -> the instances that sent it.
         self._refusals: dict[int, list[str]] = {}
+        self._left: set[str] = set()  # instances that were left in the middle of a step, because another one's failed
         self._compares = False  # the attempt is to show whether an instance that answered 4xx was right
         self._attempts = 0
         self._retries = 0  # attempts after a failure
@@ -290,8 +294,10 @@ class RequestStateMachine:
         self.phase = Phase.AWAITING_NEXT_STEP
         abort: list[Effect] = []
         if error:
-            abort = [AbortUpstream()] if self._early_step is not None else []
-            self._serve_only, self._early_step = True, None
+            if self._early_step is not None:
+                abort = [AbortUpstream()]
+                self._left |= {self.step.target.instance_id, self._early_step.target.instance_id}
+            self._serve_only, self._early_step, self._early_failure = True, None, None
         self._deadline = now + self._timeouts.placement_s
         return [*abort, AskNextStep(self.attempt_id, self.step.index, error, instance_failed)]
 
@@ -352,13 +358,21 @@ class RequestStateMachine:
     def _early_step_failed(self, failed: UpstreamFailed | PullEnded, now: float) -> list[Effect]:
         """Handle the failure of the early step. It fails a PREFILL that still runs; after the PREFILL it is kept until the router
         assigns the step."""
-        if self.phase is Phase.PREFILLING:
+        if isinstance(failed, UpstreamFailed) and failed.broke:
+            assert self._early_step is not None
+            if alike := self._alike(BROKE, self._early_step):
+                return self._request_at_fault(failed.error, alike)
+            if self.phase is Phase.PREFILLING:
+                self._deadline = min(self._deadline, now + BOTH_BREAK_S)
+        elif self.phase is Phase.PREFILLING:
             return self._step_ended(f"the other instance: {failed.error}", now)
         self._early_failure = failed
         return []
 
     def _deadline_passed(self, now: float) -> list[Effect]:
         transferring = self.step is not None and self.step.kv_source is not None
+        if self.phase is Phase.PREFILLING and self._early_failure is not None:
+            return self._step_ended(f"the other instance: {self._early_failure.error}", now)
         if self.phase in (Phase.PREFILLING, Phase.PULLING) or (self.phase is Phase.SERVING and transferring):
             # A transfer that does not end may be the fault of either instance: only a PREFILL's instance is reported as failed.
             self._early_step = None
@@ -389,16 +403,18 @@ class RequestStateMachine:
         if self.phase is not Phase.SERVING:
             return []
         assert self.step is not None
+        instance_id = self.step.target.instance_id
+        # One that was left and is not there any more may have died of the request, as the one whose step failed.
+        died = failed.broke or (failed.unreached and instance_id in self._left)
+        if died and (alike := self._alike(BROKE, self.step)):
+            return self._request_at_fault(failed.error, alike)
         if self.step.kv_source is not None and failed.status:
             # The instance answers, so it can serve. That it fails with KV of another instance may be the fault of that instance.
             return [AbortUpstream(), *self._step_ended(failed.error, now)]
-        instance_id = self.step.target.instance_id
-        if failed.refused or failed.broke:
-            kind = failed.status if failed.refused else BROKE
-            if alike := self._alike(kind, self.step):
-                return self._request_at_fault(failed.error, alike, kind)
-            if failed.refused:
-                self._refused_by.append(instance_id)
+        if failed.refused:
+            if alike := self._alike(failed.status, self.step):
+                return self._request_at_fault(failed.error, alike, failed.status)
+            self._refused_by.append(instance_id)
         if not failed.moved:
             self._exclude.append(instance_id)
         self._computed_at = ""

@@ -320,9 +320,14 @@ class EngineSteps:
             return self._reject(no_room)
         except UpstreamError as error:
             innocent = isinstance(error, InnocentFailure)
-            broke = error.broke and not self._moved
             return UpstreamFailed(
-                error.text, error.status, error.refused, innocent=innocent, moved=self._moved, broke=broke
+                error.text,
+                error.status,
+                error.refused,
+                innocent=innocent,
+                moved=self._moved,
+                broke=error.broke and not self._moved,
+                unreached=not error.sent,
             )
         attempt.first_byte_at = time.monotonic()
         self._context.answer_begun(step.target)
