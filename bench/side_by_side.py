@@ -20,7 +20,7 @@ from bench.gateway import chunk_us
 from bench.stack import ServerProcess
 from bench.turns import SIZES, TURNS, Conversation, make_model, run_turns, text_of_code
 
-ROUNDS = 3
+ROUNDS = 5
 NEW_PROMPTS = 600
 # Answers of 300 chunks, one each INTERVAL_MS.
 ANSWERS, CHUNKS, INTERVAL_MS = 64, 300, 20.0
@@ -31,12 +31,14 @@ DYNAMO = "dynamo"
 PROXIES = (OURS, ONE_PROCESS, VLLM_ROUTER, SMG, NGINX, DYNAMO)
 # Metric -> unit, the proxy of the baseline, and the ratio to it that is the goal (0: none).
 GOALS: Mapping[str, tuple[str, str, float]] = {
-    "side_new_1k_us": ("us", VLLM_ROUTER, 1.8),
+    "side_new_1k_us": ("us", VLLM_ROUTER, 2.2),
     "side_new_1k_of_dynamo_us": ("us", DYNAMO, 0.4),
-    "side_turn_32k_us": ("us", VLLM_ROUTER, 0.8),
+    "side_new_32k_us": ("us", DYNAMO, 0.25),
+    "side_new_400k_us": ("us", DYNAMO, 0.15),
+    "side_turn_32k_us": ("us", VLLM_ROUTER, 0.6),
     "side_turn_400k_us": ("us", VLLM_ROUTER, 0.2),
     "side_chunk_us": ("us", NGINX, 1.1),
-    "side_answer_300_us": ("us", VLLM_ROUTER, 0.55),
+    "side_answer_300_us": ("us", VLLM_ROUTER, 0.75),
     "side_added_ttft_ms": ("ms", NGINX, 0.0),
     "side_rss_mb_1000_streams": ("MB", VLLM_ROUTER, 0.0),
 }
@@ -112,15 +114,16 @@ async def _requests(found: Found, name: str, proxy: ServerProcess, number: int) 
 
 
 async def _turns(found: Found, name: str, proxy: ServerProcess, text: str, number: int) -> None:
-    """Measure turns after a conversation's first one. Each proxy and round has conversations of its own."""
+    """Measure conversations' first turns, which are new prompts, and the turns after them. Each proxy and round has conversations
+    of its own."""
     for size, (_, _, conversations, _) in SIZES.items():
         first = (number * len(PROXIES) + PROXIES.index(name)) * 10
         talks = [Conversation(size, text, first + at) for at in range(conversations)]
-        await run_turns(proxy.port, talks, 1)
-        before = stack.cpu_s(*proxy.pids)
-        await run_turns(proxy.port, talks, TURNS)
-        each_us = (stack.cpu_s(*proxy.pids) - before) / (TURNS * conversations) * 1e6
-        found[f"side_turn_{size}_us"][name].append(each_us)
+        for kind, turns in (("new", 1), ("turn", TURNS)):
+            before = stack.cpu_s(*proxy.pids)
+            await run_turns(proxy.port, talks, turns)
+            each_us = (stack.cpu_s(*proxy.pids) - before) / (turns * conversations) * 1e6
+            found[f"side_{kind}_{size}_us"][name].append(each_us)
 
 
 async def _added_ttft(found: Found, engine: ServerProcess, proxies: Mapping[str, ServerProcess], number: int) -> None:

@@ -260,6 +260,8 @@ def _cell(one: Comparison) -> str:
 _MEASURED = {
     "new_1k_us": "a new prompt of 1 KB",
     "new_1k_of_dynamo_us": "a new prompt of 1 KB",
+    "new_32k_us": "a new prompt of 32 KB",
+    "new_400k_us": "a new prompt of 400 KB",
     "turn_32k_us": "a follow-up turn of 32 KB",
     "turn_400k_us": "a follow-up turn of 400 KB",
     "chunk_us": "a chunk of a stream",
