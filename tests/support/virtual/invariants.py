@@ -11,7 +11,7 @@ from math import inf, log2
 from typing import Any
 
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.instances.engine_life import OVERDUE_S
+from pointsman_router.core.instances.engine_life import OVERDUE_S, EngineLife
 from pointsman_router.core.placement_types import InstanceState
 from pointsman_router.core.requests.place_or_hold import ENDS_PAUSE_S, TRIES_ON_TICK
 from pointsman_router.core.router_state import RouterState
@@ -116,7 +116,9 @@ class _Ill:
     hung: bool
     answers_badly: bool
     until: float = inf
-    lost: tuple[str, int] = ("", 0)  # incarnation as the router knows it, and its lost requests
+    # Its life as the router knows it, and the lost requests. The life is another one after a restart, and where the instance left
+    # the fleet with its agent and came back.
+    lost: tuple[EngineLife | None, int] = (None, 0)
     placed: tuple[int, int] = (0, 0)
     known: tuple[int, int, float] = (0, 0, inf)
     seen: tuple[int, float] = (0, -inf)  # its process, and when that last sent a token, as of the last such request
@@ -274,9 +276,9 @@ class LifeWatch:
         # What the engine sent before has arrived 1 s later.
         if ill is None or not ill.hung or ill.until < inf or now < ill.since + 1.0 or record is None:
             return
-        incarnation, before = ill.lost
-        lost = before + 1 if incarnation == record.info.incarnation else 1
-        ill.lost = record.info.incarnation, lost
+        life, before = ill.lost
+        lost = before + 1 if life is record.life else 1
+        ill.lost = record.life, lost
         if lost >= LOST and not record.life.opened:
             self.violate(f"{instance_id} hangs and has lost {lost} requests, and is not out")
 
