@@ -407,24 +407,6 @@ def test_an_unhealthy_engine_is_placed_on_while_it_answers_and_not_when_it_is_id
     assert placed(state_, "last", 30.0) == "a", "better than one whose requests fail"
 
 
-def test_an_unhealthy_engine_gets_no_more_once_a_first_byte_is_due_unless_another_byte_comes() -> None:
-    """It stood still soon after it had answered: agent and request are two witnesses."""
-    state_ = fleet("a", "b")
-    for number in range(40):
-        placed(state_, f"r{number}", number / 20)
-        answer(state_, f"r{number}", number / 20 + 0.01)
-    assert placed(state_, "waits", 2.0, exclude=("b",)) == "a"
-    state_.handle(ev.LoadReported(1, "a", Load(2.0, healthy=False)), 2.0)
-    wait = state_.instances.get("a").life.streams["waits"]  # type: ignore[union-attr]
-    assert wait.predicted_s < 1.0
-    due = wait.placed_at + wait.predicted_s
-    assert "a" in {placed(state_, f"s{number}", due + 2.5) for number in range(4)}
-    assert {placed(state_, f"t{number}", due + 3.5) for number in range(8)} == {"b"}
-    assert not out(state_)
-    state_.handle(ev.Heard(("a",)), due + 4.0)
-    assert "a" in {placed(state_, f"u{number}", due + 4.0) for number in range(8)}
-
-
 def test_without_agents_a_pool_is_placed_on_by_what_is_known_while_it_answers() -> None:
     state_ = fleet("a", "b", lost_instance_s=10.0)
     prompt = list(range(64))

@@ -341,8 +341,7 @@ class FleetViewBuilder:
             fresh_until,
             life.until,
             life.alone_until,
-            life.sign_at + SIGN_S if life.opened else -inf,
-            life.quiet_at if state is InstanceState.UNHEALTHY else -inf,
+            life.sign_at + SIGN_S if life.opened or state is InstanceState.UNHEALTHY else -inf,
             self._migrations.next_end(info.instance_id, now),
             *self._prefix_knowledge.source_changes_at(record),
         )
@@ -364,7 +363,7 @@ class FleetViewBuilder:
                 excluded=EXCLUDED_STATES.get(state)
                 or life.excluded(now, agent_gone=record.lost_at is not None)
                 # What answers is alive, whatever its agent says.
-                or (UNHEALTHY if state is InstanceState.UNHEALTHY and now > life.quiet_at else "")
+                or (UNHEALTHY if state is InstanceState.UNHEALTHY and now > life.sign_at + SIGN_S else "")
                 or (SATURATED if saturated else ""),
                 recent_migrations=self._migrations.count(info.instance_id, now),
                 kv_capacity_tokens=info.kv_capacity_tokens,

@@ -19,7 +19,7 @@ pattern is the circuit breaker of Nygard, Release It!. An answer puts the engine
   engine out. A client that left early, but long after the predicted first byte, counts as a failure.
 
 Reports of agents are no evidence against an engine that answers: `FleetViewBuilder` excludes an engine that its agent calls
-unhealthy only if it is quiet (`quiet_at`), and others are healthy.
+unhealthy only if it has not answered lately and others are healthy.
 """
 
 from __future__ import annotations
@@ -297,13 +297,6 @@ class EngineLife:
         if self.trial == request_id:
             self.trial = ""
 
-    @property
-    def quiet_at(self) -> float:
-        """When an agent that calls the engine unhealthy is to be believed, unless a byte comes before: SIGN_S after the last one,
-        or once a first byte is due and routers would have been told of any other."""
-        firsts = [next(iter(waits.values())) for waits in (self.streams, self.wholes) if waits]
-        return min([self.sign_at + SIGN_S, *(self._due(wait) + TOLD_WITHIN_S for wait in firsts)])
-
     def overdue(self, now: float) -> bool:
         """Return whether a first byte is overdue and the engine has sent nothing meanwhile. Of an engine that is out only the
         request on trial counts. O(1): the first to be placed is looked at, of streamed answers and of others."""
@@ -315,11 +308,9 @@ class EngineLife:
         return any(waits and self._is_overdue(next(iter(waits.values())), now) for waits in (self.streams, self.wholes))
 
     def _is_overdue(self, wait: Wait, now: float) -> bool:
-        return now >= self._due(wait) + OVERDUE_S
-
-    def _due(self, wait: Wait) -> float:
         # After each sign the first of those that wait has its own time again.
-        return max(wait.placed_at + wait.predicted_s, self.sign_at + wait.alone_s)
+        by = max(wait.placed_at + wait.predicted_s, self.sign_at + wait.alone_s)
+        return now >= by + OVERDUE_S
 
     def _errs(self, request_id: str) -> bool:
         """Return whether the last error, of this request, puts the engine out."""
