@@ -29,7 +29,7 @@ _TEXT_CHUNK = (
     b'data: {"id":"cmpl-0123456789abcdef","object":"text_completion","created":1760000000,"model":"m",'
     b'"choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null}]}\n\n'
 )
-_USAGE = b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
+_USAGE = b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":%b}'
 _HEAD = b"HTTP/1.1 %b\r\nserver: uvicorn\r\ncontent-type: %b\r\n%b\r\n\r\n"
 _STREAM_HEAD = _HEAD % (b"200 OK", b"text/event-stream; charset=utf-8", b"transfer-encoding: chunked")
 
@@ -57,7 +57,8 @@ class Engine(asyncio.Protocol):
     tokenizer: ModelTokenizer | None = None
     interval_s = 0.01
     tells = False
-    # Of each prompt, as the usage tells them.
+    # Of each prompt, as the usage tells them. Cached tokens are told only if they are given, as by a vLLM without
+    # --enable-prompt-tokens-details: 0 of a session's later turns would contradict all that a router knows.
     prompt_tokens, cached_tokens = 1, 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -132,7 +133,8 @@ class Engine(asyncio.Protocol):
         self._transport.write(_framed(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
     def _usage(self, count: int) -> bytes:
-        return _USAGE % (self.prompt_tokens, self.prompt_tokens + count, count, self.cached_tokens)
+        details = b'{"cached_tokens":%d}' % self.cached_tokens if self.cached_tokens else b"null"
+        return _USAGE % (self.prompt_tokens, self.prompt_tokens + count, count, details)
 
     def _json(self, body: bytes, status: bytes = b"200 OK") -> None:
         self._transport.write(_HEAD % (status, b"application/json", b"content-length: %d" % len(body)) + body)

@@ -36,6 +36,8 @@ from tests.support.waiting import eventually, until
 
 MODEL = "m"  # also the model of Report's instances
 DYNAMO_BLOCK_SIZE, DYNAMO_CONTEXT = 16, 131_072
+# Tokens of KV that a mock engine is said to hold: enough for the prompts of all benchmarks.
+KV_TOKENS = 4_000_000
 READY_WITHIN_S = 60.0
 
 
@@ -249,7 +251,8 @@ async def _reported(
         reports = [Report(client) for _ in engines]
         for engine, report in zip(engines, reports, strict=True):
             url = f"http://127.0.0.1:{engine.port}"
-            await report.join(f"i{engine.port}", url=url, model_root=model, max_model_len=max_model_len)
+            limits: dict[str, Any] = {"max_model_len": max_model_len, "kv_capacity_tokens": KV_TOKENS}
+            await report.join(f"i{engine.port}", url=url, model_root=model, **limits)
         reporting = asyncio.create_task(_keep_reporting(reports))
         try:
             yield
