@@ -41,7 +41,7 @@ class _End:
     @property
     def done(self) -> frozenset[str]:
         """The pools whose owners need not be told of the end any more."""
-        return self.begun if self.may_be_undone and not self.begun else self.begun | self.confirmed
+        return frozenset() if self.may_be_undone and not self.begun else self.begun | self.confirmed
 
 
 class SessionEnds:

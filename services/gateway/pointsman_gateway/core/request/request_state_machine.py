@@ -114,7 +114,9 @@ class RequestStateMachine:
         self._rejected_by: list[str] = []  # instances that answered 4xx to the request, and are doubted
         # Status of an error to the whole request (BROKE: a broken connection) -> the instances that sent it.
         self._refusals: dict[int, list[str]] = {}
-        self._left: set[str] = set()  # instances that were left in the middle of a step, because another one's failed
+        self._left: tuple[
+            str, ...
+        ] = ()  # instances that were left in the middle of a step, because another one's failed
         self._compares = False  # the attempt is to show whether an instance that answered 4xx was right
         self._attempts = 0
         self._retries = 0  # attempts after a failure
@@ -296,7 +298,7 @@ class RequestStateMachine:
         if error:
             if self._early_step is not None:
                 abort = [AbortUpstream()]
-                self._left |= {self.step.target.instance_id, self._early_step.target.instance_id}
+                self._left += (self.step.target.instance_id, self._early_step.target.instance_id)
             self._serve_only, self._early_step, self._early_failure = True, None, None
         self._deadline = now + self._timeouts.placement_s
         return [*abort, AskNextStep(self.attempt_id, self.step.index, error, instance_failed)]

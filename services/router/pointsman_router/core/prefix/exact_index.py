@@ -40,9 +40,9 @@ MAX_SHARED = 1 << 16
 # Number of different ends of a prompt on its owners from which these are remembered (20 kB with 64 owners), and of how many
 # sessions they are.
 MANY_RUNS = 8
+MAX_RECENT = 1_024
 # Number of recent changes of owners' bits that are kept for those who follow them (150 bytes each).
 MAX_CHANGES = 4_096
-MAX_RECENT = 1_024
 
 
 class IndexFull(Exception):
