@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from bench.figures import Figure
 from bench.rivals.contenders import ABSENT, POINTSMAN, contenders, part_label, shown_command
+from bench.side_by_side import GOALS
 from pointsman_lab.report.request_record import RequestRecord
 from studies.marked_sections import BOARD, section_of
 from studies.scoreboard.board import CELLS, Cell, Results, SavedFigures, StoredTrial, best_rivals
@@ -91,13 +92,12 @@ def test_cpu_time_stands_beside_its_goal(tmp_path: Path) -> None:
     for result in rounds(f"{POINTSMAN} auto", 1.0, 1.1):
         results.add(result)
     assert results.figures() is None
+    _, _, of_new = GOALS["side_new_1k_us"]
+    _, _, of_answer = GOALS["side_answer_300_us"]
+    missed, reached = round(of_new * 1.25, 2), round(of_answer * 0.8, 2)
     figures = [
-        Figure(
-            "side_new_1k_us", 900.0, "us", 450.0, "nginx 30, smg 350; baseline is vllm-router; goal of the ratio 1.8"
-        ),
-        Figure(
-            "side_serve_answer_300_us", 300.0, "us", 600.0, "nginx 90; baseline is vllm-router; goal of the ratio 0.55"
-        ),
+        Figure("side_new_1k_us", round(200 * missed), "us", 200.0, "nginx 30, smg 350; baseline is vllm-router"),
+        Figure("side_serve_answer_300_us", round(200 * reached), "us", 200.0, "nginx 90; baseline is vllm-router"),
         Figure("side_rss_mb_1000_streams", 90.0, "MB", 60.0, "nginx 9; baseline is vllm-router"),
     ]
     results.save_figures(figures, "abc", "2026-11-01")
@@ -105,8 +105,10 @@ def test_cpu_time_stands_beside_its_goal(tmp_path: Path) -> None:
     write_page(results, tmp_path / "page.md")
     rows = [line for line in (tmp_path / "page.md").read_text().splitlines() if "vllm-router |" in line]
     assert rows == [
-        "| a new prompt of 1 KB | two processes | 900 us | vllm-router | 2.00 | 1.8, **missed** | nginx 30, smg 350 |",
-        "| a whole answer of 300 chunks | `serve` | 300 us | vllm-router | 0.50 | 0.55, reached | nginx 90 |",
+        f"| a new prompt of 1 KB | two processes | {200 * missed:.0f} us | vllm-router | {missed:.2f} | {of_new:g}, **missed** "
+        "| nginx 30, smg 350 |",
+        f"| a whole answer of 300 chunks | `serve` | {200 * reached:.0f} us | vllm-router | {reached:.2f} | {of_answer:g}, "
+        "reached | nginx 90 |",
         "| memory at 1,000 open streams | two processes | 90 MB | vllm-router | 1.50 | - | nginx 9 |",
     ]
 
