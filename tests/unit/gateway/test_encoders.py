@@ -6,6 +6,7 @@ import builtins
 import threading
 from array import array
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -148,6 +149,38 @@ def test_the_background_compares_texts_and_then_prompts(wrong: ModelTokenizer, m
     assert prove(ref(wrong), ended) is False
     assert not wrong.is_fast
     assert pauses[2:] == [60.0, 60.0]
+
+
+@pytest.mark.parametrize(
+    ("busy", "pause_s"), [(0.0, 1.0), (0.05, 1.0), (0.5, 0.2), (1.0, 0.1), (3.0, 0.1)], ids=lambda value: f"{value:g}"
+)
+def test_the_background_takes_a_share_of_what_the_process_takes(
+    wrong: ModelTokenizer, monkeypatch: pytest.MonkeyPatch, busy: float, pause_s: float
+) -> None:
+    """Each text takes 2 ms, and the process is `busy` with that many cores."""
+    clock = 0.0
+    pauses: list[float] = []
+
+    def take_2_ms(texts: list[str]) -> bool:
+        nonlocal clock
+        clock += 0.002
+        return True
+
+    def wait(pause: float) -> bool:
+        nonlocal clock
+        pauses.append(pause)
+        clock += pause
+        return len(pauses) == 3
+
+    module = "pointsman_gateway.io.routing.tokenizer_proof"
+    times = SimpleNamespace(monotonic=lambda: clock, process_time=lambda: clock * busy, thread_time=lambda: clock)
+    monkeypatch.setattr(f"{module}.time", times)
+    monkeypatch.setattr(f"{module}.more_texts", lambda _: iter(["first", "second", "third"]))
+    monkeypatch.setattr(wrong, "prove", take_2_ms)
+    ended = threading.Event()
+    monkeypatch.setattr(ended, "wait", wait)
+    assert prove(ref(wrong), ended)
+    assert pauses == pytest.approx([pause_s] * 3)
 
 
 def test_the_background_ends_with_its_tokenizer() -> None:
