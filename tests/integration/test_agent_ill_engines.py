@@ -209,6 +209,20 @@ async def test_kv_events_are_signs_of_life_of_an_engine_that_answers_no_probe(
     await ill.load(lambda load: load.healthy and not load.problem, "a known load")
 
 
+async def test_events_from_before_an_engine_stands_still_are_no_sign_of_life_later(
+    ill: Ill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_http, "METRICS_ANSWER_S", 0.5)
+    monkeypatch.setattr(engine_http, "ANSWER_S", 0.5)
+    monkeypatch.setattr(engine_life, "ALIVE_AFTER_SIGN_S", 0.5)
+    await ill.prompt("others " * 200)
+    ill.proxy.set(Fault(hang=True))
+    probes = ill.proxy.requests["/health"]
+    await ill.load(lambda load: not load.healthy, "an unhealthy engine")
+    # One that was under way, which may have begun before the last event; those that count; and the one after them.
+    assert ill.proxy.requests["/health"] <= probes + engine_life.UNHEALTHY_AFTER + 1
+
+
 async def test_an_engine_of_which_nothing_answers_is_gone(ill: Ill, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_http, "METRICS_ANSWER_S", 0.1)
     monkeypatch.setattr(engine_http, "ANSWER_S", 0.1)

@@ -30,6 +30,14 @@ def test_other_signs_of_life_outweigh_probes_without_an_answer() -> None:
     assert life.healthy
 
 
+def test_a_sign_counts_from_its_own_time_whenever_it_is_looked_at() -> None:
+    life = EngineLife(0.0)
+    for failure in range(1, UNHEALTHY_AFTER + 1):
+        life.sign(1.0)
+        life.silent("no answer", 1.0 + LATER * failure)
+    assert not life.healthy
+
+
 def test_an_engine_that_says_that_it_is_dead_is_unhealthy_and_not_gone() -> None:
     life = EngineLife(0.0)
     for second in range(1, 100):

@@ -33,10 +33,12 @@ class EngineLife:
         """Return whether nothing has answered for GONE_AFTER_S."""
         return now - self._sign_at > GONE_AFTER_S
 
-    def sign(self, now: float) -> None:
-        """Record a sign of life other than a probe. It outweighs probes without an answer, and not an answer that the engine is
-        dead: an HTTP server can outlive its engine. Mutates."""
-        self._sign_at = max(self._sign_at, now)
+    def sign(self, at: float) -> None:
+        """Record a sign of life other than a probe, unless a later one is known. It outweighs probes without an answer, and not
+        an answer that the engine is dead: an HTTP server can outlive its engine. Mutates."""
+        if at <= self._sign_at:
+            return
+        self._sign_at = at
         if not self._says_dead:
             self._failures, self.problem = 0, ""
 

@@ -101,7 +101,6 @@ class EngineMonitor:
         self._last_loads: dict[int, tuple[pb.Load, float]] = {}
         self._reported: tuple[object, ...] = ()
         self._reported_at = -math.inf
-        self._events = 0
         self._scrapes_without_ranks = 0
         self._described_at = 0.0
         self._had_adapters = False
@@ -210,8 +209,8 @@ class EngineMonitor:
             try:
                 await probe.alive()
             except ProbeError as error:
-                if self._new_events():
-                    self._life.sign(time.monotonic())
+                for instance in self.instances.values():
+                    self._life.sign(instance.events_at)
                 if error.status:
                     self._life.said_dead(str(error), time.monotonic())
                 else:
@@ -224,11 +223,6 @@ class EngineMonitor:
                 self._life.probed(time.monotonic())
             self._report_life()
             await asyncio.sleep(max(began + self._interval - time.monotonic(), 0.0))
-
-    def _new_events(self) -> bool:
-        """Return whether KV events have arrived since the last call. Mutates."""
-        before, self._events = self._events, sum(instance.event_batches for instance in self.instances.values())
-        return self._events > before
 
     def _report_life(self) -> None:
         """Report the last loads again if what is reported with them has changed, or if no scrape has succeeded for a while."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Mapping
@@ -169,9 +170,9 @@ class InstanceMonitor:
             reporter.load(load, taken_at)
 
     @property
-    def event_batches(self) -> int:
-        """Number of batches of KV events that were applied."""
-        return self.cached_blocks.counts.batches
+    def events_at(self) -> float:
+        """When the last KV events arrived, on time.monotonic()'s clock; -inf if there were none."""
+        return self.subscriber.arrived_at if self.subscriber is not None else -math.inf
 
     @property
     def suspended(self) -> str:

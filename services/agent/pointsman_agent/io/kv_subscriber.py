@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -92,6 +93,8 @@ class KvSubscriber:
     ) -> None:
         self.counts = SubscriberCounts()
         self.problem = ""
+        self.arrived_at = -math.inf
+        """When the last batch arrived, on time.monotonic()'s clock."""
         self.looks_ahead = False
         """Whether the engine hashes blocks with tokens after them."""
         self._problems = WarningLimit(PROBLEM_INTERVAL_S)
@@ -270,6 +273,7 @@ class KvSubscriber:
 
     def _apply(self, seq: int, payload: bytes) -> None:
         self._sequence.mark_applied(seq)
+        self.arrived_at = time.monotonic()
         self._last_payload = payload
         try:
             batch = decode_batch(payload)
