@@ -1,4 +1,4 @@
-"""Writes what docs/ has from the code: the pages on settings and metrics, and the marked sections of the page on policies.
+"""Writes what docs/ has from the code: the pages on commands, settings and metrics, and marked sections of that on policies.
 
     .venv/bin/python -m tools.made_pages
 
@@ -29,6 +29,7 @@ from pointsman_router.core.policy.registry import DEFAULT_POLICY, make_policy
 from pointsman_router.core.router_state import RouterState, StateSettings
 from pointsman_router.io.telemetry.event_metrics import EventMetrics
 from pointsman_router.io.telemetry.state_metrics import StateCollector
+from tools.commands_page import commands
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 # A section's name, and what stands between its marks.
@@ -46,6 +47,7 @@ def written() -> dict[Path, str]:
     """Return file -> content of every page that is made, or has a made section."""
     policies = DOCS / "policies.md"
     return {
+        DOCS / "commands.md": commands(),
         DOCS / "settings.md": settings_page.page(),
         DOCS / "metrics.md": metrics(),
         policies: with_sections(policies.read_text()),

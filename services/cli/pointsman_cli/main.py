@@ -41,10 +41,14 @@ class _Commands(typer.core.TyperGroup):
         self.commands = _registered()
         super().format_help(ctx, formatter)
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Return what a command's name that begins with `incomplete` may be."""
+        _register_lines()
+        self.commands = _registered()
+        return super().shell_complete(ctx, incomplete)
 
-app = typer.Typer(
-    name="pointsman", cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
-)
+
+app = typer.Typer(name="pointsman", cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _print_version(asked: bool) -> None:

@@ -77,6 +77,8 @@ def _pointsman(arguments: list[str]) -> str:
         while hasattr(command, "commands") and rest and rest[0] in command.commands:
             command, rest = command.commands[rest[0]], rest[1:]
         if command is command_line():
+            if any(arguments[0] in option.opts for option in command.params):
+                return ""
             return f"pointsman has no command {' '.join(arguments[:1])!r}"
         command.make_context("pointsman", list(rest))
     except Exception as refused:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import typer
@@ -58,6 +60,23 @@ def test_only_the_asked_commands_module_is_imported() -> None:
     assert not {
         module for module in found if module.startswith(("pointsman_lab.live", "pointsman_router", "pointsman_agent"))
     }
+
+
+def completed(typed: str) -> list[str]:
+    """Return what bash offers after `pointsman TYPED`."""
+    words = f"pointsman {typed}"
+    asked = {"_POINTSMAN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    script = Path(sys.executable).parent / "pointsman"
+    ended = subprocess.run([script], env=os.environ | asked, check=True, capture_output=True, text=True)
+    return ended.stdout.split()
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    assert completed("") == [name for name, command in main.COMMANDS.items() if command.panel]
+    assert completed("dr") == ["drain"]
+    assert completed("--vers") == ["--version"]
+    assert completed("drain --res") == ["--resume"]
+    assert completed("trace g") == ["generate"]
 
 
 def test_a_command_after_the_end_of_options_runs() -> None:
