@@ -26,10 +26,13 @@ import yaml
 
 from tools import generate_telemetry as derived
 from tools.deploy_checks import compose, gateway_api, k8s, keda, prometheus, prometheus_operator, strict_schemas
-from tools.deploy_checks.kubectl import KubectlMissing, ensure_kubectl
+from tools.deploy_checks.kubectl import ToolMissing, ensure_helm, ensure_kubectl
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
+CHART = DEPLOY / "helm/pointsman"
+# Values of the chart, a file for each overlay.
+VALUES = DEPLOY / "helm/values"
 BIN = Path(sys.executable).parent
 # Kubernetes versions to validate against: the oldest one that the README supports, and the newest one that the pinned validator
 # has.
@@ -77,7 +80,7 @@ def render(
     """Return the objects of a kustomization under deploy/ as kustomize renders them, with throw-away secrets.
 
     `components`: names of components of deploy/k8s to add after its own. `files`: path below deploy/ -> content that replaces the
-    file's. Raises KubectlMissing and RuntimeError.
+    file's. Raises ToolMissing and RuntimeError.
     """
     kubectl = ensure_kubectl()
     with tempfile.TemporaryDirectory() as folder:
@@ -107,7 +110,7 @@ def check_k8s(kustomization: Path, *components: str) -> list[str]:
     """Return the problems of a kustomization with `components` added."""
     try:
         objects = render(kustomization, *components)
-    except (KubectlMissing, RuntimeError) as error:
+    except (ToolMissing, RuntimeError) as error:
         return [f"kustomize: {error}"]
     problems = [line for item in objects for line in schema_problems(item)]
     return problems or k8s.check(objects)
