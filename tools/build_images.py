@@ -1,11 +1,12 @@
-"""Builds the images with docker buildx, and writes their names and tags into the Kubernetes overlays.
+"""Builds the images with docker buildx, and writes their names and tags for the Kubernetes overlays and the Helm chart.
 
     .venv/bin/python -m tools.build_images REGISTRY [--push] [--platforms linux/amd64,linux/arm64]
 
 `make images REGISTRY=... [PUSH=1] [PLATFORMS=...]` calls it. A tag is the project's version and the commit, so that its content
 never changes. Without --push the images stay in this machine's Docker, which holds one platform. The overlays read their images
-from deploy/k8s/components/images, which is written after all builds succeeded. With --push it also has the digests, so that a
-cluster runs exactly what was built here. Exits with status 1 and a message if something is missing or fails.
+from deploy/k8s/components/images, and the chart has values for them in deploy/helm/images.yaml; both are written after all builds
+succeeded. With --push they also have the digests, so that a cluster runs exactly what was built here. Exits with status 1 and a
+message if something is missing or fails.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OVERLAY_IMAGES = "deploy/k8s/components/images/kustomization.yaml"
+CHART_IMAGES = "deploy/helm/images.yaml"
 PARTS = ("router", "agent", "gateway", "lab")
 ENGINE = "pointsman-engine"
 # Images that Kubernetes deploys: all but the lab's, since emulated engines are for Compose only.
@@ -51,7 +53,7 @@ def images() -> Iterator[Image]:
 def tag_of(root: Path) -> str:
     """Return the version and commit of the checkout; the version alone if the commit is tagged with it. Raises BuildError."""
     version = str(tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"])
-    if _git(root, "status", "--porcelain", "--untracked-files=no", "--", f":!{OVERLAY_IMAGES}"):
+    if _git(root, "status", "--porcelain", "--untracked-files=no", "--", f":!{OVERLAY_IMAGES}", f":!{CHART_IMAGES}"):
         raise BuildError("there are changes that are not committed, so a tag would not identify the image's content")
     if f"v{version}" in _git(root, "tag", "--points-at", "HEAD").split():
         return version
@@ -95,6 +97,16 @@ def write_overlay_images(root: Path, registry: str, tag: str, digests: dict[str,
     file.write_text(f"{head}images:\n{''.join(lines)}")
 
 
+def write_chart_images(root: Path, registry: str, tag: str, digests: dict[str, str]) -> None:
+    """Write the DEPLOYED images into CHART_IMAGES, as values of the chart."""
+    lines = [
+        f'    {name.removeprefix("pointsman-")}: "{digests[name]}"\n' for name in sorted(DEPLOYED) if digests[name]
+    ]
+    head = f"# Written by `make images`.\nimages:\n  registry: {registry}\n  tag: {tag}\n"
+    (root / CHART_IMAGES).parent.mkdir(parents=True, exist_ok=True)
+    (root / CHART_IMAGES).write_text(head + (f"  digests:\n{''.join(lines)}" if lines else ""))
+
+
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Build, and print the settings for Compose; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -110,7 +122,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         print(f"images: {error}", file=sys.stderr)
         return 1
     write_overlay_images(root, registry, tag, digests)
-    print(f"{OVERLAY_IMAGES} is written. For Compose, set in .env:")
+    write_chart_images(root, registry, tag, digests)
+    print(f"{OVERLAY_IMAGES} and {CHART_IMAGES} are written. For Compose, set in .env:")
     print(f"POINTSMAN_IMAGES={registry}/pointsman\nPOINTSMAN_TAG={tag}\nENGINE_IMAGE={registry}/{ENGINE}:{tag}")
     return 0
 

@@ -2,14 +2,15 @@
 
     .venv/bin/python -m tools.check_deploy
 
-Renders the kustomizations with throw-away secrets, validates every object against the Kubernetes schemas and the compose file
-against the Compose schema, checks Prometheus' configuration and rules with promtool, compares environment variables with the
-settings classes, and lints the Dockerfiles. Prints one line per problem, and exits with status 1 if there is one. A missing tool
-is a problem.
+Renders the kustomizations with throw-away secrets and the Helm chart, validates every object against the Kubernetes schemas and
+the compose file against the Compose schema, checks Prometheus' configuration and rules with promtool, compares environment
+variables with the settings classes, and lints the Dockerfiles. Prints one line per problem, and exits with status 1 if there is
+one. A missing tool is a problem.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -25,8 +26,8 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import yaml
 
 from tools import generate_telemetry as derived
-from tools.deploy_checks import compose, gateway_api, k8s, keda, prometheus, prometheus_operator, strict_schemas
-from tools.deploy_checks.kubectl import ToolMissing, ensure_helm, ensure_kubectl
+from tools.deploy_checks import compose, gateway_api, helm, k8s, keda, prometheus, prometheus_operator, strict_schemas
+from tools.deploy_checks.kubectl import ToolMissing, ensure_kubectl
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
@@ -82,6 +83,11 @@ def render(
     `components`: names of components of deploy/k8s to add after its own. `files`: path below deploy/ -> content that replaces the
     file's. Raises ToolMissing and RuntimeError.
     """
+    return [item for item in yaml.safe_load_all(_rendered(kustomization, components, tuple(files.items()))) if item]
+
+
+@functools.cache
+def _rendered(kustomization: Path, components: tuple[str, ...], files: tuple[tuple[str, str], ...]) -> str:
     kubectl = ensure_kubectl()
     with tempfile.TemporaryDirectory() as folder:
         deploy = Path(folder, "deploy")
@@ -98,12 +104,12 @@ def render(
             parsed = yaml.safe_load(file.read_text())
             parsed["components"].append(f"../../components/{name}")
             file.write_text(yaml.safe_dump(parsed))
-        for path, content in files.items():
+        for path, content in files:
             (deploy / path).write_text(content)
         rendered = run(kubectl, "kustomize", copy)
     if rendered.returncode:
         raise RuntimeError(" ".join(rendered.stderr.split()))
-    return [item for item in yaml.safe_load_all(rendered.stdout) if item]
+    return rendered.stdout
 
 
 def check_k8s(kustomization: Path, *components: str) -> list[str]:
@@ -114,6 +120,20 @@ def check_k8s(kustomization: Path, *components: str) -> list[str]:
         return [f"kustomize: {error}"]
     problems = [line for item in objects for line in schema_problems(item)]
     return problems or k8s.check(objects)
+
+
+def check_chart(overlay: str, *values: Mapping[str, Any]) -> list[str]:
+    """Return the problems of the chart with the values of `overlay` and `values`: Helm's, those of its objects' schemas, and of
+    its objects together with those that the chart leaves to the user."""
+    given = (yaml.safe_load((VALUES / f"{overlay}.yaml").read_text()), *values)
+    try:
+        problems = helm.lint(CHART, *given)
+        objects = helm.template(CHART, *given)
+        others = helm.left_to_the_user(render(DEPLOY / "k8s/overlays" / overlay))
+    except (ToolMissing, RuntimeError) as error:
+        return [f"helm: {error}"]
+    problems += [line for item in objects for line in schema_problems(item)]
+    return problems or k8s.check([*others, *objects])
 
 
 def schema_problems(item: dict[str, Any]) -> list[str]:
@@ -203,6 +223,8 @@ def main() -> int:
     ):
         name = f"deploy/k8s/overlays/{overlay}"
         checks[f"{name} with {', '.join(components)}"] = check_k8s(ROOT / name, *components)
+    for file in sorted(VALUES.iterdir()):
+        checks[f"{CHART.relative_to(ROOT)} with {file.relative_to(ROOT)}"] = check_chart(file.stem)
     compose_file = DEPLOY / "compose/compose.yaml"
     checks[str(compose_file.relative_to(ROOT))] = check_compose(compose_file)
     tls = compose_file.with_name("tls.yaml")

@@ -29,6 +29,7 @@ PLACES: dict[str, tuple[tuple[str, str], ...]] = {
         ("deploy/compose/.env.example", r"^POINTSMAN_TAG=(.+)"),
         ("deploy/compose/.env.example", r"pointsman-engine:(.+)"),
         ("deploy/k8s/components/images/kustomization.yaml", r"newTag: ([^-},]+)"),
+        ("deploy/helm/pointsman/Chart.yaml", r"^appVersion: (.+)"),
     ),
     "python minor": (
         ("connector/pyproject.toml", r'^requires-python = ">=(.+)"'),

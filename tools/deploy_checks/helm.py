@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import subprocess
 import tempfile
@@ -27,7 +28,8 @@ KEYS = ("name", "mountPath", "containerPort", "path")
 
 
 def template(chart: Path, *values: Mapping[str, Any], namespace: str = NAMESPACE) -> list[Object]:
-    """Return the objects of the chart with `values`, of which later ones win. Raises ToolMissing, and RuntimeError with Helm's message."""
+    """Return the objects of the chart with `values`, of which later ones win. Raises ToolMissing, and RuntimeError with Helm's
+    message."""
     return [item for item in yaml.safe_load_all(_helm("template", chart, values, namespace)) if item]
 
 
@@ -41,8 +43,8 @@ def lint(chart: Path, *values: Mapping[str, Any]) -> list[str]:
 
 
 def notes(chart: Path, *values: Mapping[str, Any]) -> str:
-    """Return what Helm prints after an installation with `values`; without a cluster, so no Secret is found. Raises ToolMissing and
-    RuntimeError."""
+    """Return what Helm prints after an installation with `values`; without a cluster, so no Secret is found. Raises ToolMissing
+    and RuntimeError."""
     return _helm("install", chart, values, NAMESPACE).partition("\nNOTES:\n")[2]
 
 
@@ -69,6 +71,14 @@ def _helm(command: str, chart: Path, values: Sequence[Mapping[str, Any]], namesp
     return done.stdout
 
 
+def left_to_the_user(overlay: list[Object]) -> list[Object]:
+    """Return the objects of an overlay that the chart leaves to the user, under the names by which the chart knows them."""
+    found = copy.deepcopy([item for item in overlay if item["kind"] in LEFT_TO_THE_USER])
+    for item in found:
+        item["metadata"]["name"] = _without_hash(item)
+    return found
+
+
 def differences(overlay: list[Object], chart: list[Object]) -> list[str]:
     """Return how the objects of `chart` differ from those of `overlay`, a line for each: KIND/NAME PATH: OVERLAY -> CHART."""
     old, new = _comparable(overlay), _comparable(chart)
@@ -82,11 +92,7 @@ def differences(overlay: list[Object], chart: list[Object]) -> list[str]:
 def _comparable(objects: list[Object]) -> dict[str, Any]:
     """Return KIND/NAME -> object, without what LEFT_TO_THE_USER says, Helm's labels, kustomize's hashes in names, and the hashes
     of settings with which the chart rolls pods instead."""
-    generated = {
-        str(o["metadata"]["name"]): re.sub("-[0-9a-z]{10}$", "", o["metadata"]["name"])
-        for o in objects
-        if o["kind"] in ("ConfigMap", "Secret")
-    }
+    generated = {str(o["metadata"]["name"]): _without_hash(o) for o in objects if o["kind"] in ("ConfigMap", "Secret")}
     found = {}
     for item in objects:
         if item["kind"] in LEFT_TO_THE_USER:
@@ -104,6 +110,11 @@ def _comparable(objects: list[Object]) -> dict[str, Any]:
             }
         found[f"{plain['kind']}/{plain['metadata']['name']}"] = plain
     return found
+
+
+def _without_hash(item: Object) -> str:
+    """Return the name of an object without kustomize's hash."""
+    return re.sub("-[0-9a-z]{10}$", "", item["metadata"]["name"])
 
 
 def _plain(value: Any, generated: Mapping[str, str]) -> Any:

@@ -17,11 +17,12 @@ from bench.__main__ import BENCHMARKS, LONG
 from pointsman_cli import main as command_line_module
 from tests.support.repository import REPOSITORY
 from tools import check_deploy
-from tools.deploy_checks.kubectl import ensure_kubectl
+from tools.deploy_checks.kubectl import ensure_helm, ensure_kubectl
 
 COMPOSE = REPOSITORY / "deploy/compose"
 # Subcommands of docker compose that the pages use. Tests have no Docker whose parser could check them.
 COMPOSE_VERBS = {"build", "config", "exec", "logs", "ps", "restart", "up"}
+HELM_VERBS = {"install", "upgrade"}
 # Programs from elsewhere. Their arguments are not checked.
 SHELL = {
     "cat",
@@ -114,6 +115,19 @@ def _object_names() -> dict[str, set[str]]:
     return known
 
 
+def _helm(arguments: list[str]) -> str:
+    verb, *rest = arguments
+    if verb not in HELM_VERBS:
+        return f"helm {verb}: not in HELM_VERBS"
+    # Without a cluster Helm renders what it would install. Files that the reader writes are left out.
+    own = {index for index, (flag, file) in enumerate(pairwise(rest)) if flag == "-f" and not _file(file)}
+    asked = [word for index, word in enumerate(rest) if index not in own and index - 1 not in own]
+    done = subprocess.run(
+        [ensure_helm(), "template", *asked], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    return done.stderr.strip() if done.returncode else ""
+
+
 def _compose(arguments: list[str]) -> str:
     services = set(yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"])
     words = iter(arguments)
@@ -160,6 +174,7 @@ def _vllm(arguments: list[str]) -> str:
 _PARSERS: dict[str, Callable[[list[str]], str]] = {
     "pointsman": _pointsman,
     "kubectl": _kubectl,
+    "helm": _helm,
     "make": _make,
     "python": _python,
     "pytest": _pytest,

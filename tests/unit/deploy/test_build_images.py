@@ -13,7 +13,7 @@ import yaml
 
 from tests.support.repository import VERSION
 from tools import build_images, check_deploy
-from tools.deploy_checks import service_environment
+from tools.deploy_checks import helm, service_environment
 
 DOCKER = f"""#!{sys.executable}
 import hashlib, json, pathlib, sys
@@ -54,6 +54,16 @@ def after(words: list[str], flag: str) -> str:
     return words[words.index(flag) + 1]
 
 
+def pointsman_images(objects: list[helm.Object]) -> set[str]:
+    return {
+        container["image"]
+        for manifest in objects
+        if manifest["kind"] in ("Deployment", "StatefulSet")
+        for container in manifest["spec"]["template"]["spec"]["containers"]
+        if "pointsman" in container["image"]
+    }
+
+
 def test_all_images_are_built_for_all_platforms_and_the_overlays_take_them_by_digest(
     checkout: Path,
 ) -> None:
@@ -72,16 +82,12 @@ def test_all_images_are_built_for_all_platforms_and_the_overlays_take_them_by_di
     written = (checkout / build_images.OVERLAY_IMAGES).read_text()
     assert written.startswith("# The version of every image.")
     files = {"k8s/components/images/kustomization.yaml": written}
-    found = {
-        container["image"]
-        for manifest in check_deploy.render(check_deploy.DEPLOY / "k8s/overlays/gpu", files=files)
-        if manifest["kind"] in ("Deployment", "StatefulSet")
-        for container in manifest["spec"]["template"]["spec"]["containers"]
-        if "pointsman" in container["image"]
-    }
+    found = pointsman_images(check_deploy.render(check_deploy.DEPLOY / "k8s/overlays/gpu", files=files))
     entries = yaml.safe_load(written)["images"]
     assert found == {f"{entry['newName']}:{tag}@{entry['digest']}" for entry in entries}
     assert len({entry["digest"] for entry in entries}) == 4
+    values = yaml.safe_load((checkout / build_images.CHART_IMAGES).read_text())
+    assert found == pointsman_images(helm.template(check_deploy.CHART, values))
 
 
 def test_images_of_this_machine_have_no_digest(checkout: Path) -> None:
@@ -90,7 +96,10 @@ def test_images_of_this_machine_have_no_digest(checkout: Path) -> None:
     assert not any(
         "digest" in image for image in yaml.safe_load((checkout / build_images.OVERLAY_IMAGES).read_text())["images"]
     )
-    # The written file does not count as a change, which would alter the next tag.
+    values = yaml.safe_load((checkout / build_images.CHART_IMAGES).read_text())
+    assert values == {"images": {"registry": "local", "tag": build_images.tag_of(checkout)}}
+    # The written files do not count as a change, which would alter the next tag, also once they are committed.
+    subprocess.run(["git", "add", build_images.CHART_IMAGES], cwd=checkout, check=True)
     assert build_images.main(["local"], checkout) == 0
 
 

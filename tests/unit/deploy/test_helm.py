@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import re
 import subprocess
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.support.docs import command_parsers
+from tests.support.docs.shell_blocks import blocks_of
 from tests.support.repository import VERSION
 from tools import check_deploy
 from tools.deploy_checks import helm, k8s
@@ -28,7 +31,11 @@ COMPONENTS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     (
         "external-engines",
         ("engine-service", "tls", "monitoring"),
-        {"engines": {"existing": {"addresses": [], "service": "models/vllm:8000"}}, "monitoring": {"enabled": True}, **TLS},
+        {
+            "engines": {"existing": {"addresses": [], "service": "models/vllm:8000"}},
+            "monitoring": {"enabled": True},
+            **TLS,
+        },
     ),
     ("gpu-per-node", ("tls", "nvidia-runtime"), {"engines": {"runtimeClassName": "nvidia"}, **TLS}),
     ("gpu", ("kv-transfer", "rdma"), {"engines": {"kvTransfer": {"enabled": True, "protocol": "rdma"}}}),
@@ -39,7 +46,7 @@ COMPONENTS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
 MEANT = {
     r"ConfigMap/agent(-prefill|-decode)?: only in .*": "one ConfigMap of agents for both roles",
     r"StatefulSet/vllm-\w+ .*agent\.envFrom.*: 'agent-\w+' -> 'agent'": "the same",
-    r"ConfigMap/engine-service: only in the overlay": "settings of existing engines are in one ConfigMap, without those that another replaces",
+    r"ConfigMap/engine-service: only in the overlay": "settings of existing engines are in one ConfigMap",
     r"ConfigMap/engines .*POINTSMAN_AGENT_ENGINE(S|_SERVICES): .*": "the same",
     r"Deployment/agent .*envFrom\.2: .*'engine-service'.* -> None": "the same",
 }
@@ -67,3 +74,153 @@ def test_chart_makes_what_the_overlay_makes(overlay: str, components: tuple[str,
         check_deploy.render(OVERLAYS / overlay, *components), helm.template(CHART, values_of(overlay), values)
     )
     assert [line for line in found if not any(re.fullmatch(pattern, line) for pattern in MEANT)] == []
+
+
+def test_a_difference_is_told_with_its_place() -> None:
+    overlay = helm.template(CHART, values_of("gpu"))
+    changed = copy.deepcopy(overlay)
+    assert helm.differences(overlay, changed) == []
+    find(changed, "StatefulSet", "redis")["spec"]["template"]["spec"]["containers"][0]["args"][1] = "--acl"
+    find(changed, "Service", "vllm")["spec"]["ports"].pop()
+    changed.remove(find(changed, "NetworkPolicy", "nobody"))
+    find(changed, "ConfigMap", "engine-flags")["data"]["engine.yaml"] += "\nseed: 1\n"
+    assert helm.differences(overlay, changed) == [
+        "NetworkPolicy/nobody: only in the overlay",
+        "ConfigMap/engine-flags .data.engine.yaml.seed: None -> 1",
+        "Service/vllm .spec.ports.agent-metrics: {'name': 'agent-metrics', 'port': 9101, 'targetPort': 'agent-metrics'} -> None",
+        "StatefulSet/redis .spec.template.spec.containers.redis.args.1: '--aclfile' -> '--acl'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"engine": {}}, "'engine' not allowed"),
+        ({"engines": {"gpus": 8}}, "'gpus' not allowed"),
+        ({"engines": {"kind": "daemonset"}}, "/engines/kind"),
+        ({"engines": {"prefill": {"model": "other"}}}, "'model' not allowed"),
+        ({"router": {"settings": {"POINTSMAN_ROUTER_LOST_INSTANCE_S": 10}}}, "got number, want string"),
+        ({"images": {"digests": {"router": "sha256:12"}}}, "/images/digests/router"),
+        ({"router": {"replicas": 2}, "redis": {"kind": "none"}}, "router.replicas: two routers agree"),
+        ({"engines": {"kind": "existing"}}, "engines.existing: set either addresses or service"),
+        ({"engines": {"kind": "per-node", "kvTransfer": {"enabled": True}}}, "engines.kvTransfer: not with"),
+        ({"engines": {"kind": "per-node", "autoscaling": {"by": "keda"}}}, "only engines of kind replicas"),
+        ({"engines": {"servedModelName": "a/b", "autoscaling": {"by": "hpa"}}}, "a name with a slash"),
+        ({"engines": {"kind": "per-node"}, "gatewayApi": {"enabled": True}}, "an InferencePool selects pods"),
+        ({"ingress": {"enabled": True}}, "ingress.host: set the name"),
+        ({"redis": {"sentinelMaster": "mymaster"}}, "redis.sentinelMaster, redis.cluster: only with"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_values_that_cannot_work_are_refused_by_name(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(problem)):
+        helm.template(CHART, values)
+
+
+def test_a_pod_is_rolled_by_its_own_settings_alone() -> None:
+    def rolled(values: dict[str, Any]) -> set[str]:
+        """Names of the workloads whose pods differ from those without `values`."""
+        pods = [
+            {
+                o["metadata"]["name"]: o["spec"]["template"]
+                for o in helm.template(CHART, given)
+                if o["kind"] in k8s.WORKLOADS
+            }
+            for given in ({}, values)
+        ]
+        return {name for name, pod in pods[1].items() if pod != pods[0][name]}
+
+    assert rolled({"router": {"settings": {"POINTSMAN_ROUTER_LOG_LEVEL": "debug"}}}) == {"router"}
+    assert rolled({"gateway": {"settings": {"POINTSMAN_GATEWAY_LOG_LEVEL": "debug"}}}) == {"gateway"}
+    assert rolled({"engines": {"flags": {"seed": 1}}}) == {"vllm"}
+    assert rolled({"router": {"replicas": 2}}) == {"router", "gateway", "vllm"}
+
+
+def test_an_instance_gets_the_gpus_of_all_its_ranks() -> None:
+    given = {
+        "engines": {
+            "kind": "prefill-decode",
+            "tensorParallelSize": 2,
+            "prefill": {"flags": {"data-parallel-size": 4}},
+            "decode": {"nodeSelector": {"pool": "decode"}, "flags": {"allowed-media-domains": None}},
+        }
+    }
+    objects = helm.template(CHART, given)
+    prefill, decode = (
+        find(objects, "StatefulSet", f"vllm-{role}")["spec"]["template"]["spec"] for role in ("prefill", "decode")
+    )
+    assert prefill["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    assert decode["containers"][0]["resources"]["requests"]["nvidia.com/gpu"] == "2"
+    assert "nodeSelector" not in prefill
+    assert decode["nodeSelector"] == {"pool": "decode"}
+
+
+def test_a_default_flag_can_be_left_out() -> None:
+    given = {"engines": {"flags": {"tool-call-parser": None, "enable-auto-tool-choice": None}}}
+    [flags] = [o["data"] for o in helm.template(CHART, given) if o["metadata"]["name"] == "engine-flags"]
+    assert yaml.safe_load(flags["engine.yaml"]) == {"allowed-media-domains": ["media.invalid"]}
+
+
+def examples() -> list[dict[str, Any]]:
+    text = (CHART / "README.md").read_text().partition("\n## Examples\n")[2].partition("\n## ")[0]
+    return [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_examples_pass_all_checks(number: int) -> None:
+    assert len(examples()) == 3
+    # The secrets are those of the overlay: with TLS, of the component, and with keys of cert-manager here.
+    overlay, components = (("single-node", ()), ("ha", ("tls",)), ("external-engines", ()))[number]
+    given = examples()[number]
+    objects = helm.template(CHART, given)
+    assert helm.lint(CHART, given) == []
+    assert [line for item in objects for line in check_deploy.schema_problems(item)] == []
+    others = helm.left_to_the_user(check_deploy.render(OVERLAYS / overlay, *components))
+    for secret in (o for o in others if o["kind"] == "Secret"):
+        renamed = {"cert.pem": "tls.crt", "key.pem": "tls.key", "ca.pem": "ca.crt"}
+        secret["data"] = {renamed.get(key, key): value for key, value in secret["data"].items()}
+        if secret["metadata"]["name"] == "redis-url":
+            secret["data"]["sentinels"] = secret["data"]["url"]
+    assert k8s.check([*others, *objects]) == []
+
+
+def test_the_readme_makes_the_secrets_that_the_overlays_have() -> None:
+    [install] = [b for b in blocks_of(CHART / "README.md") if "create secret" in b.text]
+    made = {}
+    for command in install.commands:
+        assert command_parsers.problem(command) == ""
+        if found := re.search(r"create secret generic (\S+) (.*)", command):
+            files = re.findall(r"--from-file=(\S+)", found[2])
+            made[found[1]] = {file.partition("=")[0].rpartition("/")[2] for file in files}
+    del made["hugging-face"]
+    overlay = helm.left_to_the_user(check_deploy.render(OVERLAYS / "gpu"))
+    assert made == {o["metadata"]["name"]: set(o["data"]) for o in overlay if o["kind"] == "Secret"}
+
+
+def test_the_notes_say_what_is_missing() -> None:
+    said = helm.notes(CHART, values_of("gpu"))
+    assert "Not found: Secrets tokens, api-keys, redis-url, redis-users." in said
+    assert "rollout status statefulset/vllm " in said
+    assert "elastic" not in said
+    said = helm.notes(
+        CHART, values_of("prefill-decode"), {"router": {"settings": {"POINTSMAN_ROUTER_POLICY": "auto"}}}, TLS
+    )
+    assert "The policy auto transfers no KV" in said
+    assert "tls-agent" in said
+    assert "statefulset/vllm-decode" in said
+    said = helm.notes(CHART, values_of("gpu-per-node"))
+    assert "enforce=privileged" in said
+    assert len(said.splitlines()) < 15
+
+
+def test_a_packaged_chart_has_the_rules_and_dashboards(tmp_path: Path) -> None:
+    subprocess.run([ensure_helm(), "package", CHART, "--destination", tmp_path], check=True, capture_output=True)
+    [package] = tmp_path.iterdir()
+    assert package.name == f"pointsman-{VERSION.replace('.dev', '-dev')}.tgz"
+    assert helm.template(package, values_of("ha")) == helm.template(CHART, values_of("ha"))
+    with tarfile.open(package) as archive:
+        assert sorted(name for name in archive.getnames() if "telemetry" in name) == [
+            "pointsman/telemetry/grafana/dashboards/pointsman-fleet.json",
+            "pointsman/telemetry/grafana/dashboards/pointsman-requests.json",
+            "pointsman/telemetry/prometheusrule.yaml",
+        ]

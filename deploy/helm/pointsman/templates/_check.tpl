@@ -4,6 +4,9 @@
 {{- if and (gt (int .Values.router.replicas) 1) (eq .Values.redis.kind "none") -}}
 {{- fail "router.replicas: two routers agree on the owner of each model through a Redis; set redis.kind" -}}
 {{- end -}}
+{{- if and (or .Values.redis.sentinelMaster .Values.redis.cluster) (ne .Values.redis.kind "external") -}}
+{{- fail "redis.sentinelMaster, redis.cluster: only with redis.kind external" -}}
+{{- end -}}
 {{- if and (eq $engines.kind "existing") (eq (empty $engines.existing.addresses) (empty $engines.existing.service)) -}}
 {{- fail "engines.existing: set either addresses or service" -}}
 {{- end -}}
