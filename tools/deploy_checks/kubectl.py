@@ -26,7 +26,7 @@ REQUIREMENT = (
 # The hash of each program, and the oldest version that does what this project needs.
 PROGRAMS = {
     "kubectl": ("65691ff77eb6fa44c908b77a1082c9f092c3b9733b5cefabec0d1104890e21a8", "1.33"),
-    "helm": ("b66cb19f2b31f9d427632ea6c4b4a1ff89b74ecaeaee323cd166da41a7af53bd", "3.18"),
+    "helm": ("b66cb19f2b31f9d427632ea6c4b4a1ff89b74ecaeaee323cd166da41a7af53bd", "3.17"),
 }
 
 

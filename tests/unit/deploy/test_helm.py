@@ -136,6 +136,21 @@ def test_a_pod_is_rolled_by_its_own_settings_alone() -> None:
     assert rolled({"router": {"replicas": 2}}) == {"router", "gateway", "vllm"}
 
 
+def test_a_part_may_keep_its_image() -> None:
+    digest = f"sha256:{'0' * 64}"
+    images = {
+        "registry": "reg.example.com:5000/llm/",
+        "tag": "2",
+        "tags": {"engine": "1"},
+        "digests": {"agent": digest},
+    }
+    [pod] = [o for o in helm.template(CHART, {"images": images}) if o["kind"] == "StatefulSet" and "vllm" in str(o)]
+    assert [c["image"] for c in pod["spec"]["template"]["spec"]["containers"]] == [
+        "reg.example.com:5000/llm/pointsman-engine:1",
+        f"reg.example.com:5000/llm/pointsman-agent:2@{digest}",
+    ]
+
+
 def test_an_instance_gets_the_gpus_of_all_its_ranks() -> None:
     given = {
         "engines": {

@@ -10,7 +10,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- define "pointsman.image" -}}
 {{- $images := (index . 0).Values.images -}}
 {{- $part := index . 1 -}}
-{{- with $images.registry }}{{ trimSuffix "/" . }}/{{ end }}pointsman-{{ $part }}:{{ $images.tag | default (index . 0).Chart.AppVersion }}
+{{- with $images.registry }}{{ trimSuffix "/" . }}/{{ end }}pointsman-{{ $part }}:{{ index $images.tags $part | default $images.tag | default (index . 0).Chart.AppVersion }}
 {{- with index $images.digests $part }}@{{ . }}{{ end }}
 {{- end }}
 
