@@ -1,7 +1,7 @@
 """A stand-in for Kubernetes' API server, for programs that install objects: it validates by schema and keeps what it accepts.
 
-It has discovery of the kinds in RESOURCES, create, read, list by labels, server-side apply of whole objects, update and delete. It
-has no controllers, so no pod starts, and no merge: an apply replaces the object, as if it had one owner.
+It has discovery of the kinds in RESOURCES, create, read, list by labels, server-side apply of whole objects, update and delete.
+It has no controllers, so no pod starts, and no merge: an apply replaces the object, as if it had one owner.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+    def log_message(self, *_: object) -> None:
         """Not on stderr."""
 
 
