@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import subprocess
 import tarfile
@@ -200,16 +201,49 @@ def test_the_examples_pass_all_checks(number: int) -> None:
 
 
 def test_the_readme_makes_the_secrets_that_the_overlays_have() -> None:
-    [install] = [b for b in blocks_of(CHART / "README.md") if "create secret" in b.text]
     made = {}
-    for command in install.commands:
+    for command in (command for block in blocks_of(CHART / "README.md") for command in block.commands):
         assert command_parsers.problem(command) == ""
         if found := re.search(r"create secret generic (\S+) (.*)", command):
             files = re.findall(r"--from-file=(\S+)", found[2])
             made[found[1]] = {file.partition("=")[0].rpartition("/")[2] for file in files}
+    # A token that only some models need, so no overlay has it.
     del made["hugging-face"]
-    overlay = helm.left_to_the_user(check_deploy.render(OVERLAYS / "gpu"))
+    overlay = helm.left_to_the_user(check_deploy.render(OVERLAYS / "gateway-api", "tls", "two-routers"))
     assert made == {o["metadata"]["name"]: set(o["data"]) for o in overlay if o["kind"] == "Secret"}
+
+
+def test_every_value_is_checked_and_used() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    templates = "".join(file.read_text() for file in (CHART / "templates").iterdir())
+
+    def compare(path: str, part: dict[str, Any], values: dict[str, Any]) -> None:
+        assert part["additionalProperties"] is False, path
+        assert part["properties"].keys() - {"global"} == values.keys(), path
+        for name, value in values.items():
+            assert re.search(rf"[.\"]{name}\b", templates), f"{path}.{name}"
+            below = part["properties"][name]
+            if isinstance(value, dict) and "properties" in below and value:
+                compare(f"{path}.{name}", below, value)
+
+    compare("", schema, yaml.safe_load((CHART / "values.yaml").read_text()))
+
+
+def test_two_namespaces_have_nothing_in_common() -> None:
+    given = [values_of("external-engines"), {"engines": {"existing": {"addresses": [], "service": "models/vllm:8000"}}}]
+    first, second = (
+        {
+            (o["kind"], o["metadata"].get("namespace"), o["metadata"]["name"])
+            for o in helm.template(CHART, *given, namespace=ns)
+        }
+        for ns in ("llm-a", "llm-b")
+    )
+    assert len(first) == len(second)
+    assert first & second == set()
+    assert "pointsman" not in {namespace for _, namespace, _ in first}
+    scaled = helm.template(CHART, {"engines": {"autoscaling": {"by": "keda"}}}, namespace="llm-a")
+    [query] = [o["spec"]["triggers"][0]["metadata"]["query"] for o in scaled if o["kind"] == "ScaledObject"]
+    assert 'namespace="llm-a"' in query
 
 
 def test_the_notes_say_what_is_missing() -> None:
