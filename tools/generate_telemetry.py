@@ -1,5 +1,5 @@
 """Writes the generated files of deploy/telemetry: Grafana dashboards, alert rules for Kubernetes, Prometheus' configuration for
-TLS.
+TLS; and copies of dashboards and rules for the Helm chart, which can read only files of its own folder.
 
     .venv/bin/python -m tools.generate_telemetry
 
@@ -16,6 +16,7 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parent.parent / "deploy/telemetry"
 RULES = "rules/pointsman.yaml"
+CHART = "../helm/pointsman/telemetry"
 COLUMNS, WIDTH, HEIGHT = 3, 8, 8
 R, G, A = "pointsman_router_", "pointsman_gateway_", "pointsman_agent_"
 
@@ -198,12 +199,15 @@ def with_tls(prometheus: str) -> str:
 def written(folder: Path = FOLDER) -> dict[str, str]:
     """Return path under `folder` -> content of every generated file."""
     dashboards = {
-        f"grafana/dashboards/{uid}.json": json.dumps(dashboard(uid, title, panels), indent=1) + "\n"
+        f"dashboards/{uid}.json": json.dumps(dashboard(uid, title, panels), indent=1) + "\n"
         for uid, (title, panels) in DASHBOARDS.items()
     }
+    rule = prometheus_rule((folder / RULES).read_text())
     return {
-        **dashboards,
-        "prometheusrule.yaml": prometheus_rule((folder / RULES).read_text()),
+        **{f"grafana/{path}": content for path, content in dashboards.items()},
+        **{f"{CHART}/{path}": content for path, content in dashboards.items()},
+        "prometheusrule.yaml": rule,
+        f"{CHART}/prometheusrule.yaml": rule,
         "prometheus.tls.yaml": with_tls((folder / "prometheus.yaml").read_text()),
     }
 

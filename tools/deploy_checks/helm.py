@@ -66,8 +66,7 @@ def _helm(command: str, chart: Path, values: Sequence[Mapping[str, Any]], namesp
             env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
     if done.returncode:
-        said = [line for line in (done.stdout + done.stderr).splitlines() if "found symbolic link" not in line]
-        raise RuntimeError(" ".join(" ".join(said).split()))
+        raise RuntimeError(" ".join((done.stdout + done.stderr).split()))
     return done.stdout
 
 

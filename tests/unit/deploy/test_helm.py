@@ -269,7 +269,7 @@ def test_a_packaged_chart_has_the_rules_and_dashboards(tmp_path: Path) -> None:
     assert helm.template(package, values_of("ha")) == helm.template(CHART, values_of("ha"))
     with tarfile.open(package) as archive:
         assert sorted(name for name in archive.getnames() if "telemetry" in name) == [
-            "pointsman/telemetry/grafana/dashboards/pointsman-fleet.json",
-            "pointsman/telemetry/grafana/dashboards/pointsman-requests.json",
+            "pointsman/telemetry/dashboards/pointsman-fleet.json",
+            "pointsman/telemetry/dashboards/pointsman-requests.json",
             "pointsman/telemetry/prometheusrule.yaml",
         ]

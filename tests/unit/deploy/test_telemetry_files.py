@@ -14,6 +14,7 @@ COMPOSE = check_deploy.DEPLOY / "compose/compose.yaml"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    shutil.copytree(check_deploy.CHART / "telemetry", tmp_path / "helm/pointsman/telemetry")
     return Path(shutil.copytree(check_deploy.DEPLOY / "telemetry", tmp_path / "telemetry"))
 
 
@@ -31,6 +32,7 @@ def test_telemetry_is_sound(folder: Path) -> None:
         ("rules/pointsman.yaml", "expr: up{", "expr: up{{", "pointsman.yaml"),
         ("rules/pointsman.yaml", "{{ $labels.replica }}", "{{ .labels.replica }", "pointsman.yaml"),
         ("grafana/dashboards/pointsman-fleet.json", "_keys", "_key", "pointsman-fleet.json is not what"),
+        ("../helm/pointsman/telemetry/prometheusrule.yaml", "for: ", "for:  ", "telemetry/prometheusrule.yaml is not what"),
     ],
 )
 def test_mistake_is_refused(folder: Path, file: str, before: str, after: str, expected: str) -> None:
