@@ -62,6 +62,14 @@ class Project:
         found: dict[str, Any] = json.loads(self.host.docker("inspect", container))[0]
         return found
 
+    def crash(self, service: str) -> None:
+        """Kill a service's process as the kernel does. `docker kill` tells Docker that the container is to stay down, too."""
+        self.host.run("sh", "-c", f"kill -KILL {self.inspect(service)['State']['Pid']}")
+
+    def logs(self, service: str) -> list[str]:
+        """Return the lines that a service's container has written."""
+        return self.host.run("sh", "-c", f"docker logs {self.inspect(service)['Id']} 2>&1").splitlines()
+
     def secret(self, name: str) -> str:
         """Return the content of a file of secrets."""
         return (self.host.root / self.folder.lstrip("/") / "secrets" / name).read_text().strip()
