@@ -48,6 +48,12 @@ class Project:
         for script, folder in (("make-secrets.sh", "secrets"), ("make-certificates.sh", "tls")):
             subprocess.run([str(compose.parent / script), folder], cwd=compose, check=True)
 
+    def adopt(self, other: Project) -> None:
+        """Take the secrets of `other`."""
+        own, others = (self.host.root / each.folder.lstrip("/") / "secrets" for each in (self, other))
+        shutil.rmtree(own)
+        shutil.copytree(others, own)
+
     def compose(self, *words: str, within_s: float = UP_S, check: bool = True) -> str:
         """Run `docker compose` in its folder; return its stdout."""
         return self.host.run("docker", "compose", *words, folder=self.folder, within_s=within_s, check=check)
