@@ -17,7 +17,8 @@ URL = "http://127.0.0.1:8080"
 RELEASED = "0.2.0"
 COMMIT = "89f87ab49aeaff17fa4bb77ed875cc923c9f8c31"
 # Routers first, as docs/upgrade.md says; back in the opposite order.
-ORDER = ("router", "gateway", "agent-emulated", "emulated-0", "emulated-1")
+ENGINES = ("emulated-0", "emulated-1")
+ORDER = ("router", "gateway", "agent-emulated", *ENGINES)
 
 
 @pytest.fixture
@@ -41,6 +42,9 @@ def test_an_upgrade_and_its_way_back_lose_no_stream(released: Project, project: 
         streams.answers(8)
         for tree, order in ((project, ORDER), (released, ORDER[::-1])):
             for service in order:
+                if service in ENGINES:
+                    # As docs/upgrade.md says: streams do not go on at an engine that may be another.
+                    project.compose("exec", "router", "pointsman", "drain", f"{service}:8000", "--wait", "60")
                 before = released.inspect(service)["Image"]
                 tree.compose("up", "--detach", "--wait", "--no-deps", service)
                 assert released.inspect(service)["Image"] != before, service

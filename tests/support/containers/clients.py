@@ -12,12 +12,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 import aiohttp
 
@@ -40,6 +41,7 @@ class Load:
     after which clients ask again; `failed`: what else became of streams that are not whole."""
 
     _process: subprocess.Popen[str] = field(repr=False)
+    _told: IO[str] = field(repr=False)
     whole: int = 0
     refused: int = 0
     failed: list[str] = field(default_factory=list)
@@ -47,30 +49,31 @@ class Load:
 
     def answers(self, count: int) -> None:
         """Wait until `count` more streams are whole."""
+        self._read()
         wanted = self.whole + count
-        until(lambda: self._read() and self.whole >= wanted, within_s=120, what=f"{count} more streams, {self}")
+        until(lambda: self._read() >= wanted, within_s=120, what=f"{count} more streams, {self}")
 
     def end(self) -> None:
         """Let the open streams end, and ask for no more."""
         assert self._process.stdin
         self._process.stdin.close()
-        while self._read():
-            pass
         assert self._process.wait() == 0
+        self._read()
 
-    def _read(self) -> bool:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        for name, value in json.loads(line or "{}").items():
-            setattr(self, name, value)
-        return bool(line)
+    def _read(self) -> int:
+        self._told.seek(0)
+        # The last line may not be whole yet.
+        if lines := self._told.read().split("\n")[:-1]:
+            for name, value in json.loads(lines[-1]).items():
+                setattr(self, name, value)
+        return self.whole
 
 
 @contextmanager
 def load(host: DockerHost, url: str, key: str, **env: str) -> Iterator[Load]:
     """Keep CLIENTS streams open; the block's end waits for their ends."""
-    with _client(host, "load", url, key, env) as process:
-        running = Load(process)
+    with tempfile.TemporaryFile("w+") as told, _client(host, "load", url, key, env, told) as process:
+        running = Load(process, told)
         try:
             yield running
             running.end()
@@ -80,20 +83,22 @@ def load(host: DockerHost, url: str, key: str, **env: str) -> Iterator[Load]:
 
 def vendors(host: DockerHost, url: str, key: str, **env: str) -> dict[str, Any]:
     """Return what the official clients made of their answers: text and end of each."""
-    with _client(host, "vendors", url, key, env) as process:
+    with _client(host, "vendors", url, key, env, subprocess.PIPE) as process:
         out, _ = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0, out
         found: dict[str, Any] = json.loads(out)
         return found
 
 
-def _client(host: DockerHost, kind: str, url: str, key: str, env: dict[str, str]) -> subprocess.Popen[str]:
+def _client(
+    host: DockerHost, kind: str, url: str, key: str, env: dict[str, str], told: IO[str] | int
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         host.client(sys.executable, "-m", __name__, kind, url, key),
         cwd=REPOSITORY,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | env,
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        stdout=told,
         text=True,
     )
 
