@@ -127,6 +127,7 @@ def test_a_stop_lets_the_streams_end(whole: Project, service: str) -> None:
         whole.compose("start", service)
         streams.answers(8)
     assert not streams.failed
+    assert not streams.put_off
     assert not streams.refused or service == "gateway"
     assert not warned or service in ("router", "emulated-0"), warned
 
@@ -140,6 +141,7 @@ def test_what_crashes_is_started_again_and_no_stream_is_lost(whole: Project, ser
         until(lambda: _healthy_since(whole, service) > started, within_s=120, what=f"{service} again")
         streams.answers(8)
     assert not streams.failed
+    assert not streams.put_off
     assert not streams.refused
 
 
@@ -151,6 +153,7 @@ def test_a_gateway_that_crashes_is_started_again(whole: Project) -> None:
         until(lambda: _healthy_since(whole, "gateway") > started, within_s=120, what="the gateway again")
         streams.answers(8)
     # Its own streams break, and nothing else.
+    assert not streams.put_off
     assert len(streams.failed) <= 4
     assert not [failure for failure in streams.failed if not failure.startswith("200 Client")]
 
@@ -170,6 +173,7 @@ def test_streams_go_on_for_as_long_as_an_agent_is_killed(whole: Project) -> None
         whole.compose("up", "--detach", "--wait")
         streams.answers(8)
     assert not streams.failed
+    assert not streams.put_off
     assert not streams.refused
 
 
@@ -189,6 +193,7 @@ def test_recreation_one_by_one_loses_no_stream_and_keeps_the_volumes(whole: Proj
             assert whole.inspect(service)["Id"] != before
             streams.answers(8)
     assert not streams.failed
+    assert not streams.put_off
     for service, files in kept.items():
         assert files <= _files(whole, service), service
 

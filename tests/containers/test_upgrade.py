@@ -50,6 +50,6 @@ def test_an_upgrade_and_its_way_back_lose_no_stream(released: Project, project: 
                 assert released.inspect(service)["Image"] != before, service
                 streams.answers(8)
                 assert not streams.failed, f"after {service} of {tree.name}"
-    print(f"\n{streams.whole} streams, none lost; refused and asked again: {streams.refused}, ", end="")
+    print(f"\n{streams.whole} streams, none lost; refused: {streams.refused}, put off: {streams.put_off}, ", end="")
     print(f"for at most {streams.longest_refusal_s:.1f} s")
     assert not streams.failed

@@ -37,13 +37,14 @@ WORDS = ("north", "south", "east", "west", "train", "river", "bridge", "tunnel",
 
 @dataclass
 class Load:
-    """Streams that clients asked for. `refused`: no connection, one that ended without an answer, or a status with Retry-After,
-    after which clients ask again; `failed`: what else became of streams that are not whole."""
+    """Streams that clients asked for. `refused`: no connection, or one that ended without an answer; `put_off`: a status with
+    Retry-After. After both, clients ask again. `failed`: what else became of streams that are not whole."""
 
     _process: subprocess.Popen[str] = field(repr=False)
     _told: IO[str] = field(repr=False)
     whole: int = 0
     refused: int = 0
+    put_off: int = 0
     failed: list[str] = field(default_factory=list)
     longest_refusal_s: float = 0.0
 
@@ -129,15 +130,15 @@ async def _load(url: str, key: str) -> None:
     reading = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reading), sys.stdin)
     numbers = itertools.count()
-    counts: dict[str, Any] = {"whole": 0, "refused": 0, "failed": [], "longest_refusal_s": 0.0}
+    counts: dict[str, Any] = {"whole": 0, "refused": 0, "put_off": 0, "failed": [], "longest_refusal_s": 0.0}
 
     async def client(http: aiohttp.ClientSession) -> None:
         refused_at = 0.0
         number = next(numbers)
         while not ended.is_set():
             outcome = await _stream(http, url, number)
-            if outcome == "refused":
-                counts["refused"] += 1
+            if outcome in ("refused", "put_off"):
+                counts[outcome] += 1
                 refused_at = refused_at or time.monotonic()
                 await asyncio.sleep(0.2)
                 continue
@@ -162,7 +163,7 @@ async def _load(url: str, key: str) -> None:
 
 
 async def _stream(http: aiohttp.ClientSession, url: str, number: int) -> str:
-    """Ask for a stream; return "whole", "refused", or what is wrong with it."""
+    """Ask for a stream; return "whole", "refused", "put_off", or what is wrong with it."""
     words = " ".join(WORDS[(number * step) % len(WORDS)] for step in range(1, 60))
     body = {
         "model": MODEL,
@@ -180,7 +181,7 @@ async def _stream(http: aiohttp.ClientSession, url: str, number: int) -> str:
     except (aiohttp.ClientError, OSError) as error:
         return f"{status} {error!r}" if status else "refused"
     if status in (429, 503) and "Retry-After" in answer.headers:
-        return "refused"
+        return "put_off"
     if status != 200:
         return f"{status} {text[:300]}"
     events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
