@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,13 +16,20 @@ from tests.support.repository import REPOSITORY
 STATE = REPOSITORY / ".state/containers"
 
 
-@pytest.fixture(scope="session")
-def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DockerHost]:
-    """A Docker engine with the images from which the project's start. Skips the test where the machine cannot run one."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests where the machine cannot run a Docker engine."""
+    if not (own := [item for item in items if Path(__file__).parent in item.path.parents]):
+        return
     try:
         machine.check()
     except machine.Unavailable as why:
-        pytest.skip(f"no Docker engine on this machine: {why}")
+        for item in own:
+            item.add_marker(pytest.mark.skip(reason=f"no Docker engine on this machine: {why}"))
+
+
+@pytest.fixture(scope="session")
+def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DockerHost]:
+    """A Docker engine with the images from which the project's start."""
     with docker_host(STATE, tmp_path_factory.mktemp("docker")) as host:
         make_base_images(host, STATE)
         yield host
