@@ -1,4 +1,5 @@
-"""Runs all tests but those in containers as concurrent pytest runs: while one run waits for its processes, the others use the machine.
+"""Runs all tests but those in containers as concurrent pytest runs: while one run waits for its processes, the others use the
+machine.
 
 Runs that only compute have a low priority. `--fast` leaves out the tests on real engines; other arguments are passed to the runs
 that start processes. The first run's report is shown as it is written, the other reports after it. Exits with the status of
