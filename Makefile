@@ -16,7 +16,7 @@ TORCH_PIP_ARGS ?=
 BIN := .venv/bin
 .DELETE_ON_ERROR:
 
-.PHONY: help demo bench scoreboard test test-fast test-next check format protos lock clean images dist
+.PHONY: help demo bench scoreboard test test-fast test-containers test-next check format protos lock clean images dist
 .PHONY: env env-engine env-engine-next env-aiperf env-clients env-envoy env-judges env-guidellm
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -85,6 +85,9 @@ test-next: env-engine-next  ## the tests on a real vLLM with another one: [NEXT_
 
 test-fast: env env-aiperf env-clients env-envoy  ## the tests that need no real vLLM
 	$(BIN)/python -m tools.run_tests --fast
+
+test-containers: env  ## the images and compose files on a Docker engine that it starts, <= 12 minutes (needs root, mmdebstrap)
+	$(BIN)/python -m pytest --durations=10 --durations-min=10 $(or $(TESTS),tests/containers)
 
 bench: env env-envoy  ## all benchmarks (needs Debian's nginx): a table, and bench/results.jsonl
 	$(BIN)/python -m bench

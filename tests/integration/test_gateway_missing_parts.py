@@ -15,12 +15,14 @@ import pytest
 from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import Endpoint
 from pointsman_gateway.core.pool_state import TokenizerStatus
+from pointsman_gateway.io import routes
 from pointsman_gateway.io.main import serving
 from pointsman_gateway.io.routing import model_pools
 from pointsman_gateway.io.settings import GatewaySettings
 from tests.support.fakes.gateway_peers import MODEL, fake_router, stack
 from tests.support.gateway_requests import CHAT, post
 from tests.support.processes.gateway import gateway_process, gateway_running, logged_url, ready
+from tests.support.processes.process import free_port
 from tests.support.tiny_tokenizer import make_tokenizer
 from tests.support.waiting import eventually
 
@@ -178,6 +180,21 @@ async def test_a_model_that_has_left_a_short_time_ago_may_be_asked_for_again_lat
     async with stack(tmp_path, tokenizers=[f"configured={tmp_path / 'nowhere'}"]) as up:
         status, answer, _ = await post(up, Endpoint.CHAT.value, json=CHAT | {"model": "configured"})
         assert (status, answer["error"]["code"]) == (503, "no_instance")
+
+
+async def test_a_gateway_that_has_just_started_lets_requests_wait_for_its_fleet(tmp_path: Path) -> None:
+    async with stack(tmp_path, ready=False) as up:
+        assert not up.gateway.pools.states()
+        status, answer, _ = await post(up, Endpoint.CHAT.value, json=CHAT)
+        assert status == 200, answer
+
+
+async def test_a_gateway_without_a_router_refuses_after_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "FIRST_FLEET_S", 0.1)
+    async with stack(tmp_path, ready=False, routers=[f"127.0.0.1:{free_port()}"]) as up:
+        for _ in range(2):
+            status, answer, _ = await post(up, Endpoint.CHAT.value, json=CHAT)
+            assert (status, answer["error"]["code"]) == (503, "no_instance")
 
 
 async def test_other_tokens_than_the_engines_are_not_used(tmp_path: Path) -> None:

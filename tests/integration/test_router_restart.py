@@ -89,6 +89,20 @@ async def test_without_any_instance_the_warm_up_ends_by_its_deadline() -> None:
         await until_health(f"127.0.0.1:{server.port}", PLACING)
 
 
+async def test_health_by_http_has_a_status_that_probes_read() -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    async with aiohttp.ClientSession() as http:
+
+        async def answered(status: int) -> bool:
+            async with http.get(f"http://{listen}/health") as answer:
+                return (answer.status, (await answer.json())["ready"]) == (status, status == 200)
+
+        async with running(startup_wait_s=LONG_S, metrics_listen=listen):
+            assert await answered(503)
+        async with running(startup_wait_s=0.2, metrics_listen=listen):
+            await eventually(lambda: answered(200), "ready", LONG_S)
+
+
 class Sessions:
     """Agentic load through a gateway's router client: each session's prompt grows turn by turn, and its engine computes it."""
 

@@ -198,6 +198,7 @@ async def _serve(settings: EmulateSettings) -> None:
     print(f"emulated engine {engine.url}", flush=True)
     log.info(
         "emulated engine started",
+        listen=str(Address(settings.host, int(engine.url.rpartition(":")[2]))),
         url=engine.url,
         kv_events=engine.kv_endpoint,
         replay=engine.replay_endpoint,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from structlog.testing import capture_logs
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.rate_limits import RateLimited, RateLimiter, RateLimits
@@ -100,3 +101,15 @@ async def test_what_a_broken_stream_lost_is_kept_from_nobody(monkeypatch: pytest
     finally:
         for gateway in (one, other):
             await gateway.leases.close()
+
+
+async def test_the_end_of_a_gateway_is_no_loss_of_a_router() -> None:
+    """Its router client ends all sessions after the last report (K5)."""
+    gateway = Gateway("one")
+    with capture_logs() as logs:
+        await gateway.leases.start()
+        gateway.router.connect(KeyLimitAccounts())
+        await gateway.leases.close()
+        gateway.router.session = None
+        gateway.router.on_routes()
+    assert not logs

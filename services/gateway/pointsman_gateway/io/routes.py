@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -19,6 +20,7 @@ import structlog
 from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from pointsman.router.v1 import placement_pb2
 from pointsman_common.io.auth import showing
 from pointsman_common.io.channel import open_channel
 from pointsman_common.io.line_file import LostLines
@@ -85,6 +87,8 @@ log = structlog.get_logger()
 VERSION = version("pointsman")
 # Timeout of the router's answer to a dry run, s.
 EXPLAIN_S = 10.0
+# Maximum time after its start for which a gateway lets requests wait for the first description of the fleet, s.
+FIRST_FLEET_S = 5.0
 SESSIONS_PATH = "/v1/sessions/"
 # Maximum number of calls that a gateway process takes from one tenant per second, and at once, whatever its keys' limits: routers
 # work on them, and no engine slows them down.
@@ -147,12 +151,14 @@ class Gateway:
             self._traces = RequestTraces(self._tracer.send, settings.trace_sample_ratio)
         hub = HubRules(tuple(settings.hub_owners), settings.engine_cache)
         self.pools = ModelPools(self._upstream, self.telemetry, settings.tokenizer_paths(), token_cache, hub)
+        self._fleet_came = asyncio.Event()
+        self._waits_until = 0.0  # for the first description of the fleet, by the event loop's clock, s
         self.router = RouterClient(
             settings.routers,
             f"{settings.gateway_id}-{secrets.token_hex(4)}",
             showing(Tokens(), "gateway"),
             settings.router_grace_s,
-            self.pools.update,
+            self._fleet_changed,
             self.telemetry.router.set,
             dial,
         )
@@ -227,6 +233,7 @@ class Gateway:
         if self._siblings is not None:
             await self._siblings.start(self.telemetry.registry)
         await self._upstream.start()
+        self._waits_until = asyncio.get_running_loop().time() + FIRST_FLEET_S
         await self.router.start()
         await self._leases.start()
 
@@ -534,6 +541,16 @@ class Gateway:
         _tell_limits(request, endpoint.error_format, key_charge.status)
         return await RequestRunner(self._shared, read, request).run()
 
+    def _fleet_changed(self, pools: Sequence[placement_pb2.Pool]) -> None:
+        self.pools.update(pools)
+        self._fleet_came.set()
+
+    async def _first_fleet(self) -> None:
+        """Wait until a router has described the fleet, at most until FIRST_FLEET_S after the start."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._waits_until):
+                await self._fleet_came.wait()
+
     async def _read(
         self,
         endpoint: Endpoint,
@@ -547,6 +564,8 @@ class Gateway:
     ) -> RequestContext | ApiCall:
         """Return the context of a request that is prepared; of one that is not placed the call. Neither has the body's values any
         more. Raises ApiRequestError."""
+        if not self._fleet_came.is_set():
+            await self._first_fleet()
         rules = ClientRules(
             self._aliases,
             self._settings.client_cache_salt,

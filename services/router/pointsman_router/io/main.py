@@ -139,7 +139,9 @@ class RouterServer:
             return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
         async def healthy(_: web.Request) -> web.Response:
-            return web.json_response({"router_id": self.settings.router_id, "ready": self.router.ready})
+            ready = self.router.ready
+            answer = {"router_id": self.settings.router_id, "ready": ready}
+            return web.json_response(answer, status=200 if ready else 503)
 
         app = web.Application()
         app.add_routes([web.get("/metrics", metrics), web.get("/health", healthy)])

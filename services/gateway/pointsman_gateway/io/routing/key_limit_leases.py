@@ -73,6 +73,8 @@ class KeyLimitLeases:
             await asyncio.gather(self._task, return_exceptions=True)
         self._check_route()
         await self._report()
+        # The router client ends its sessions next, while their routers are well.
+        self._router.on_routes = lambda: None
 
     async def admit(self, client: Client) -> KeyCharge:
         """Admit one request of the client. Waits only if the key's lease is used up. Raises RateLimited."""

@@ -1,0 +1,1 @@
+"""Tests of images and compose files on a real Docker engine."""

@@ -1,0 +1,134 @@
+"""What a Docker engine of the tests needs of this machine: Debian's packages, a kernel with overlay and bridges, a network."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+# Links between engines and this machine have addresses of the network for benchmarks, 198.18.0.0/15 (RFC 2544).
+NETWORK = "198.18.213"
+LINKS = 8
+FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
+# In namespaces of its own the kernel must mount an overlay, and make a bridge and a pair of links.
+PROBE = """
+mount -t tmpfs tmpfs /mnt && mkdir /mnt/low /mnt/up /mnt/work /mnt/all
+mount -t overlay -o lowerdir=/mnt/low,upperdir=/mnt/up,workdir=/mnt/work overlay /mnt/all
+ip link add probe type bridge && ip link add probe-a type veth peer name probe-b
+"""
+
+
+class Unavailable(Exception):
+    """This machine cannot run a Docker engine; the message says why."""
+
+
+def check() -> None:
+    """Raise Unavailable if this machine cannot run a Docker engine."""
+    if os.geteuid() != 0:
+        raise Unavailable("only root can start a Docker engine")
+    if missing := [name for name in ("mmdebstrap", "unshare", "nsenter", "setpriv", "ip") if not shutil.which(name)]:
+        raise Unavailable(f"missing programs: {', '.join(missing)} (.ci/run names the packages)")
+    if not _mirror():
+        raise Unavailable("apt has no mirror of Debian")
+    probe = subprocess.run(
+        ["unshare", "--mount", "--net", "--pid", "--fork", "sh", "-ec", PROBE], capture_output=True, text=True
+    )
+    if probe.returncode:
+        raise Unavailable(f"the kernel refuses: {probe.stderr.strip().splitlines()[-1]}")
+
+
+def install(suite: str, packages: Sequence[str], target: Path, *hooks: str) -> None:
+    """Install a Debian with `packages` into a folder or a .tar file, with this machine's mirror and certificates. `hooks`: shell
+    commands, with the new root as their $1."""
+    if target.is_dir():
+        shutil.rmtree(target)
+    folder = CERTIFICATES.parent
+    subprocess.run(
+        [
+            *("mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join((*packages, 'ca-certificates'))}"),
+            *(f"--customize-hook={hook}" for hook in (f"copy-in {CERTIFICATES} {folder}", *hooks)),
+            *(suite, str(target), _mirror()),
+        ],
+        check=True,
+    )
+
+
+def _mirror() -> str:
+    """Return the mirror from which apt of this machine installs Debian; "" if there is none."""
+    if not shutil.which("apt-get"):
+        return ""
+    line = "$(ORIGIN) $(COMPONENT) $(REPO_URI)"
+    listed = subprocess.run(["apt-get", "indextargets", "--format", line], capture_output=True, text=True).stdout
+    mirrors = re.findall(r"^Debian main (\S+/debian/?)$", listed, re.MULTILINE)
+    return mirrors[0] if mirrors else ""
+
+
+def copy_names(root: Path) -> None:
+    """Let the system in `root` ask the name servers of this machine."""
+    # A server on the loopback interface is out of reach; where systemd runs one, this file has those behind it.
+    behind = Path("/run/systemd/resolve/resolv.conf")
+    shutil.copy(behind if behind.exists() else "/etc/resolv.conf", root / "etc/resolv.conf")
+    shutil.copy("/etc/hosts", root / "etc/hosts")
+
+
+@contextmanager
+def network(pid: int, root: Path) -> Iterator[None]:
+    """Link the network namespace of process `pid` with this machine's network, behind its address. `root`: a folder with nft."""
+    number = _new_link(pid)
+    name, here, there = f"pointsman{number}", f"{NETWORK}.{4 * number + 1}", f"{NETWORK}.{4 * number + 2}"
+    forwarded = FORWARDING.read_text()
+    try:
+        _sh(f"ip address add {here}/30 dev {name}; ip link set {name} mtu {mtu()} up")
+        inside = f"nsenter --target={pid} --net ip"
+        _sh(f"{inside} address add {there}/30 dev {name}; {inside} link set {name} mtu {mtu()} up")
+        _sh(f"{inside} route add default via {here}")
+        FORWARDING.write_text("1")
+        _nft(
+            root,
+            f"add table ip {name}",
+            f"delete table ip {name}",
+            f"add table ip {name}",
+            f"add chain ip {name} out {{ type nat hook postrouting priority 100 ; }}",
+            f"add rule ip {name} out ip saddr {there} masquerade",
+        )
+        yield
+    finally:
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _nft(root, f"delete table ip {name}")
+        subprocess.run(["ip", "link", "delete", name], capture_output=True)
+        # Another engine's link may still need it.
+        if not any(Path("/sys/class/net").glob("pointsman*")):
+            FORWARDING.write_text(forwarded)
+
+
+def _new_link(pid: int) -> int:
+    """Make a pair of links with one end in the namespace of `pid`; return its number."""
+    for number in range(LINKS):
+        name = f"pointsman{number}"
+        made = subprocess.run(
+            ["ip", "link", "add", name, "type", "veth", "peer", "name", name, "netns", str(pid)], capture_output=True
+        )
+        if made.returncode == 0:
+            return number
+    raise Unavailable(f"no link to a network namespace: {made.stderr.decode().strip()}")
+
+
+def mtu() -> int:
+    """Return the greatest packet that this machine's way outside takes, in bytes."""
+    routes = Path("/proc/net/route").read_text().splitlines()[1:]
+    uplinks = [fields[0] for fields in map(str.split, routes) if fields[1] == "00000000"]
+    return int(Path(f"/sys/class/net/{uplinks[0]}/mtu").read_text()) if uplinks else 1500
+
+
+def _sh(script: str) -> None:
+    subprocess.run(["sh", "-ec", script], check=True)
+
+
+def _nft(root: Path, *commands: str) -> None:
+    subprocess.run(["chroot", str(root), "nft", "-f", "-"], input="\n".join(commands) + "\n", text=True, check=True)
