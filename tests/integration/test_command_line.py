@@ -334,7 +334,7 @@ def test_the_doctor_names_an_engine_that_the_agent_beside_it_cannot_reach(
         up_.wait_ready(named, within_s=READY_WITHIN_S)
         [finding] = findings
         assert (finding.level, finding.check) == (Finding.FAIL, f"agent http://{agent}: http://{dead}")
-        assert "Cannot connect" in finding.found
+        assert "connection refused" in finding.found
     finally:
         for part in reversed(parts):
             part.stop(within_s=40)

@@ -19,7 +19,7 @@ from pointsman_cli.all_routers import instances_of
 from pointsman_cli.doctor_findings import TIMEOUT_S, EngineAccess, Finding, complete, skew
 from pointsman_cli.doctor_kv import answers, transfers
 from pointsman_cli.doctor_redis import RedisUrls, redis_findings
-from pointsman_cli.instance_commands import order_words, orders_of, state_words, suspension
+from pointsman_cli.instance_commands import engine_count, order_words, orders_of, state_words, suspension
 from pointsman_cli.router_call import ask, dial
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_common.core.vllm_versions import standing
@@ -32,6 +32,8 @@ STALE_REPORT_S = 5.0
 CLOCK_SKEW_S = 2.0
 # Maximum number of instances that one finding names.
 SHOWN = 5
+# Maximum number of engines without an instance that are named.
+MAX_ABSENT = 20
 # Age of a cordon above which it is a finding, s.
 LONG_CORDONED_S = 86_400.0
 # States in which an instance can get requests.
@@ -79,8 +81,23 @@ def _router(router: str, access: EngineAccess) -> Iterator[Finding]:
     yield from refused_policies(replicas)
     for problem in silent:
         yield Finding(Finding.WARN, "routers", problem, "run `pointsman doctor` on a node of a gateway")
-    yield from _fleet(list(fleet.instances), access)
+    yield from absences(fleet)
+    # Without any instance the finding is that there are agents, and why they report none.
+    if fleet.instances or not fleet.absent_engines:
+        yield from _fleet(list(fleet.instances), access)
     yield from _orders(router)
+
+
+def absences(fleet: fleet_pb2.ListInstancesResponse) -> Iterator[Finding]:
+    """Yield the engines that agents are set to follow and that have no instance."""
+    if not fleet.absent_engines:
+        return
+    yield Finding(Finding.FAIL, "engines", f"{engine_count(fleet)} have instances", "see below")
+    for engine in fleet.absent_engines[:MAX_ABSENT]:
+        advice = f"start it, or take it out of the engines of the agent on {engine.node}"
+        yield Finding(Finding.FAIL, engine.url, f"no instance: {engine.problem}", advice)
+    if (others := len(fleet.absent_engines) - MAX_ABSENT) > 0:
+        yield Finding(Finding.FAIL, "engines", f"{others} others have no instance", "pointsman instances names them")
 
 
 def unanswered(router: str, error: grpc.RpcError) -> Finding:

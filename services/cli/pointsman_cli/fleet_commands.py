@@ -32,6 +32,7 @@ from pointsman_cli.doctor_redis import RedisUrls
 from pointsman_cli.installed_policies import installed_policies
 from pointsman_cli.instance_commands import (
     RouterFlag,
+    absent_lines,
     cordon,
     drain,
     order_words,
@@ -112,6 +113,8 @@ def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: Jso
             status.instance.incarnation[:12],
         )
     console.print(table)
+    for line in absent_lines(answer):
+        console.print(line, highlight=False, markup=False)
     for order in _orders_for_unknown(router):
         console.print(f"{order.instance_id}: no agent reports it ({order_words(order)})", highlight=False, markup=False)
     console.print(

@@ -128,6 +128,22 @@ def suspension(status: fleet_pb2.InstanceStatus) -> str:
     return status.load.suspended if suspended else ""
 
 
+def engine_count(answer: fleet_pb2.ListInstancesResponse) -> str:
+    """Return how many of the engines that agents follow have instances: "63 of 64 engines"."""
+    present = len({status.instance.url for status in answer.instances})
+    return f"{present} of {present + len(answer.absent_engines)} engines"
+
+
+def absent_lines(answer: fleet_pb2.ListInstancesResponse) -> list[str]:
+    """Return how many engines have instances, and a line for each that has none; no lines if all have."""
+    if not answer.absent_engines:
+        return []
+    absent = [
+        f"{engine.url}: no instance: {engine.problem} (agent on {engine.node})" for engine in answer.absent_engines
+    ]
+    return [f"{engine_count(answer)} have instances", *absent]
+
+
 def orders_of(router: str) -> list[fleet_pb2.InstanceOrder]:
     """Return all orders in the order of instance ids; none if the router's version has no orders. Raises grpc.RpcError."""
     with dial(router) as channel:

@@ -188,7 +188,7 @@ class Door:
 
 async def serve(tokens: Tokens) -> tuple[grpc.aio.Server, Door]:
     server = grpc.aio.server(interceptors=[TokenInterceptor(tokens)], options=SERVER_OPTIONS)
-    agent_pb2_grpc.add_AgentServiceServicer_to_server(Agents(), server)
+    agent_pb2_grpc.add_AgentServiceServicer_to_server(Agents(), server)  # type: ignore[abstract]
     placement_pb2_grpc.add_PlacementServiceServicer_to_server(Placements(), server)  # type: ignore[abstract]
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(Fleet(), server)  # type: ignore[abstract]
     port = server.add_insecure_port("127.0.0.1:0")

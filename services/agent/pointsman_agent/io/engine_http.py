@@ -244,8 +244,13 @@ def _failed(path: str, error: Exception) -> ProbeError:
         return ProbeError(
             f"{path}: the engine's certificate is not trusted ({error.certificate_error}): set engine_ca to its authority"
         )
-    refused = isinstance(error, aiohttp.ClientConnectorError) and error.errno == ECONNREFUSED
-    return ProbeError(f"{path}: {type(error).__name__} {error}".rstrip(), refused=refused)
+    if isinstance(error, aiohttp.ClientConnectorError):
+        if error.errno == ECONNREFUSED:
+            return ProbeError("connection refused", refused=True)
+        return ProbeError(f"cannot connect: {error.os_error.strerror or error.os_error}")
+    if isinstance(error, TimeoutError):
+        return ProbeError(f"{path}: no answer in time")
+    return ProbeError(f"{path}: {type(error).__name__} {error}".rstrip())
 
 
 def _url(base: str, path: str) -> Any:

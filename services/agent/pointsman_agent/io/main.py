@@ -17,6 +17,7 @@ from aiohttp import web
 
 from pointsman_agent.core.engine_address import EngineAddress, parse_engine_address
 from pointsman_agent.core.engine_service import parse_engine_service
+from pointsman_agent.io.absent_engines import report_absent_engines
 from pointsman_agent.io.engine_monitor import EngineMonitor
 from pointsman_agent.io.engine_services import follow
 from pointsman_agent.io.gpu import GpuSampler
@@ -115,6 +116,9 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
         asyncio.create_task(follow(service, partial(monitors.set_engines, str(service))), name=f"follow {service}")
         for service in map(parse_engine_service, settings.engine_services)
     ]
+    for router, channel in channels.items():
+        reporting = report_absent_engines(router, channel, metadata, agent_context.agent_id, monitors.all)
+        tasks.append(asyncio.create_task(reporting, name=f"absent engines to {router}"))
     if settings.step_loads_listen:
         receiving = receive_step_loads(context, settings.step_loads_listen, monitors.all)
         tasks.append(asyncio.create_task(receiving, name="step loads"))

@@ -72,9 +72,9 @@ def listen_on(server: grpc.aio.Server, address: str, credentials: grpc.ServerCre
 
 
 class ReloadingChannel:
-    """Starts streams to one router, each with the certificates that are in the files at its start.
+    """Starts calls to one router, each with the certificates that are in the files at its start.
 
-    Replaces a grpc.aio.Channel for services that have stream_stream methods only. Must be closed.
+    Replaces a grpc.aio.Channel for services with stream_stream and unary_unary methods. Must be closed.
     """
 
     def __init__(self, address: str) -> None:
@@ -85,6 +85,10 @@ class ReloadingChannel:
     def stream_stream(self, *method: Any, **how: Any) -> Any:
         """As grpc.aio.Channel.stream_stream; each stream starts on the newest channel."""
         return lambda *request, **call: self._newest().stream_stream(*method, **how)(*request, **call)
+
+    def unary_unary(self, *method: Any, **how: Any) -> Any:
+        """As grpc.aio.Channel.unary_unary; each call starts on the newest channel."""
+        return lambda *request, **call: self._newest().unary_unary(*method, **how)(*request, **call)
 
     async def close(self) -> None:
         """End all streams."""
