@@ -27,6 +27,7 @@ FLEET = "/pointsman.router.v1.FleetService/"
 # Who may call each method. A method that is added to a proto must be added here.
 ALLOWED: dict[str, set[str | None]] = {
     "/pointsman.agent.v1.AgentService/Report": {"agent"},
+    "/pointsman.agent.v1.AgentService/ReportAbsentEngines": {"agent"},
     "/pointsman.router.v1.PlacementService/Session": {"gateway", "operator"},
     "/pointsman.router.v1.PlacementService/Place": {"gateway", "operator"},
     "/pointsman.router.v1.PlacementService/Finish": {"gateway", "operator"},

@@ -1,5 +1,5 @@
-"""Engines that agents are set to follow and that have no instance. Operators see them; no decision depends on them. Pure; times in
-s on one clock."""
+"""Engines that agents are set to follow and that have no instance. Operators see them; no decision depends on them. Pure; times
+in s on one clock."""
 
 from __future__ import annotations
 
