@@ -209,7 +209,7 @@ def decisions(
             listed.session_id[:24],
             f"{listed.input_tokens:,}",
             f"{listed.cached_tokens:,}",
-            f"{done.cached_tokens:,}" if done.HasField("cached_tokens") else "-",
+            f"{done.cached_tokens - done.own_cached_tokens:,}" if done.HasField("cached_tokens") else "-",
             word(fleet_pb2.RouteClass, listed.route_class),
             listed.reason,
             " -> ".join(step.instance.instance_id for step in listed.steps),
@@ -406,9 +406,10 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
     if decision.HasField("finished"):
         done = decision.finished
         said = f"{done.cached_tokens:,}" if done.HasField("cached_tokens") else "nothing"
+        own = f", {done.own_cached_tokens:,} of them by its own steps" if done.own_cached_tokens else ""
         first = f"{done.timings.first_token_ms:,.1f} ms" if done.timings.first_token_ms else "-"
         console.print(
-            f"the engine said: {said} cached; TTFT {first}, "
+            f"the engine said: {said} cached{own}; TTFT {first}, "
             f"done after {done.timings.done_ms:,.1f} ms, HTTP {done.http_status}{_ended_by(done)}"
         )
 
