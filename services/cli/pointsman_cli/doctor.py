@@ -38,6 +38,11 @@ MAX_ABSENT = 20
 LONG_CORDONED_S = 86_400.0
 # States in which an instance can get requests.
 PLACEABLE = (fleet_pb2.INSTANCE_STATE_SYNCING, fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_LOST)
+# How an engine is started with KV events.
+KV_EVENTS_FLAGS = (
+    "--kv-events-config "
+    '\'{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657"}\''
+)
 # Causes (Life.out_cause) for which the router refuses requests if all instances are out.
 ANSWERS_NOTHING = ("silence", "unreached")
 
@@ -385,8 +390,7 @@ def inexact_finding(instance: agent_pb2.Instance) -> Finding:
         Finding.FAIL,
         instance.instance_id,
         f"no KV events: {instance.prefix_reason}",
-        "start the engine with --enable-prefix-caching and --kv-events-config "
-        '\'{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657"}\'',
+        f"start the engine with --enable-prefix-caching and {KV_EVENTS_FLAGS}",
     )
 
 

@@ -30,6 +30,7 @@ from pointsman_common.core.addresses import parse_address
 from pointsman_common.io.auth import showing
 from pointsman_common.io.channel import ReloadingChannel
 from pointsman_common.io.garbage import collect_garbage
+from pointsman_common.io.listen_errors import listening
 from pointsman_common.io.logs import configure_logs
 from pointsman_common.io.settings import Tokens
 from pointsman_common.io.tls import TlsSettings, client_context
@@ -102,7 +103,8 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
 
     monitors = MonitoredEngines(monitor)
     if settings.metrics_listen:
-        await _serve_status(settings.metrics_listen, monitors.all, resources)
+        with listening(settings, "metrics_listen"):
+            await _serve_status(settings.metrics_listen, monitors.all, resources)
     log.info(
         "the agent has started",
         engines=[address.url for address in addresses],
@@ -120,7 +122,7 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
         reporting = report_absent_engines(router, channel, metadata, agent_context.agent_id, monitors.all)
         tasks.append(asyncio.create_task(reporting, name=f"absent engines to {router}"))
     if settings.step_loads_listen:
-        receiving = receive_step_loads(context, settings.step_loads_listen, monitors.all)
+        receiving = _receive_step_loads(context, settings, monitors.all)
         tasks.append(asyncio.create_task(receiving, name="step loads"))
     stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(monitors.failed())
     try:
@@ -135,6 +137,16 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
     for result in results:
         if isinstance(result, Exception):
             raise result
+
+
+async def _receive_step_loads(
+    context: zmq.asyncio.Context, settings: AgentSettings, monitors: Sequence[EngineMonitor]
+) -> None:
+    with listening(settings, "step_loads_listen"):
+        try:
+            await receive_step_loads(context, settings.step_loads_listen, monitors)
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, error.strerror) from None
 
 
 def _engine_tls(settings: AgentSettings) -> ssl.SSLContext | None:

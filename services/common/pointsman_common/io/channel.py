@@ -8,7 +8,6 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from pointsman_common.core.addresses import Address, parse_address
 from pointsman_common.io.reloading_file import ReloadingFile
 from pointsman_common.io.tls import TlsSettings
 
@@ -58,17 +57,6 @@ def open_channel(address: str, *, own_connection: bool = False) -> grpc.aio.Chan
     if (credentials := TlsSettings().for_channel()) is not None:
         return grpc.aio.secure_channel(address, credentials, options=options)
     return grpc.aio.insecure_channel(address, options=options)
-
-
-def listen_on(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
-    """Let a server listen on "HOST:PORT", in plain text without `credentials`; return its port. Raises RuntimeError if the
-    address cannot be used."""
-    host, port = parse_address(address)
-    # gRPC takes [::] for all interfaces of both families, and of IPv4 alone where there is no IPv6.
-    address = str(Address(host or "::", port))
-    if credentials is None:
-        return server.add_insecure_port(address)
-    return server.add_secure_port(address, credentials)
 
 
 class ReloadingChannel:

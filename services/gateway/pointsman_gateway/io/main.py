@@ -22,6 +22,7 @@ from pointsman_common.core.addresses import parse_address
 from pointsman_common.io import event_loop
 from pointsman_common.io.auth import is_loopback
 from pointsman_common.io.channel import open_channel
+from pointsman_common.io.listen_errors import listening
 from pointsman_common.io.logs import configure_logs
 from pointsman_common.io.tls import server_context, server_credentials
 from pointsman_gateway.io.http.client_connection import LINGER_S
@@ -90,9 +91,12 @@ async def serving(
                     while not gateway.usable:  # noqa: ASYNC110
                         await asyncio.sleep(0.05)
         tls = _tls(settings)
-        bound = await server.start(parse_address(settings.listen), reuse_port=siblings is not None, tls=tls)
+        with listening(settings, "listen"):
+            bound = await server.start(parse_address(settings.listen), reuse_port=siblings is not None, tls=tls)
         if proxies is not None:
-            await proxies.start(settings.ext_proc_listen, _ext_proc_credentials(settings))
+            credentials = _ext_proc_credentials(settings)
+            with listening(settings, "ext_proc_listen"):
+                await proxies.start(settings.ext_proc_listen, credentials)
             gateway.ext_proc_port, gateway.proxy_streams = proxies.port, proxies.open
             log.info("gateway serves proxies", port=proxies.port)
         yield gateway, f"http{'s' if tls else ''}://{bound}"
