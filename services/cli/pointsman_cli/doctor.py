@@ -16,11 +16,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2
 from pointsman_cli.all_routers import instances_of
-from pointsman_cli.doctor_findings import TIMEOUT_S, EngineAccess, Finding, complete, skew
+from pointsman_cli.doctor_findings import TIMEOUT_S, EngineAccess, Finding, complete, reason_of_request, skew
 from pointsman_cli.doctor_kv import answers, transfers
 from pointsman_cli.doctor_redis import RedisUrls, redis_findings
 from pointsman_cli.instance_commands import engine_count, order_words, orders_of, state_words, suspension
-from pointsman_cli.router_call import ask, dial
+from pointsman_cli.router_call import ask, dial, sentence
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_common.core.vllm_versions import standing
 
@@ -107,12 +107,9 @@ def absences(fleet: fleet_pb2.ListInstancesResponse) -> Iterator[Finding]:
 
 def unanswered(router: str, error: grpc.RpcError) -> Finding:
     """Return the finding that a router refused a call or does not answer."""
-    found, advice = f"{router}: {error.code().name}: {error.details()}", "see its log"
+    found, advice = f"{router} {sentence(error)}", "see its log"
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        found, advice = (
-            f"{router} does not answer: {error.details()}",
-            "start it; if it runs elsewhere: --router HOST:PORT",
-        )
+        advice = "start it; if it runs elsewhere: --router HOST:PORT"
     elif error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         advice = "give its token: POINTSMAN_OPERATOR_TOKEN, POINTSMAN_OBSERVER_TOKEN or POINTSMAN_TOKEN_DIR"
     return Finding(Finding.FAIL, "router", found, advice)
@@ -277,7 +274,7 @@ def _orders(router: str) -> Iterator[Finding]:
     try:
         orders = orders_of(router)
     except grpc.RpcError as error:
-        yield Finding(Finding.WARN, "orders", f"{error.code().name}: {error.details()}")
+        yield Finding(Finding.WARN, "orders", f"{router} {sentence(error)}")
     else:
         yield from forgotten_orders(orders, time.time())
 
@@ -409,7 +406,10 @@ def _engine(instance: agent_pb2.Instance, access: EngineAccess) -> Iterator[Find
             yield Finding(Finding.WARN, name, f"its certificate is not trusted: {error}", advice)
             return
         yield Finding(
-            Finding.WARN, name, f"not reachable from here: {error}", "run `pointsman doctor` on a node of a gateway"
+            Finding.WARN,
+            name,
+            f"not reachable from here: {reason_of_request(error)}",
+            "run `pointsman doctor` on a node of a gateway",
         )
         return
     if (answer.get("usage") or {}).get("prompt_tokens_details") is None:
@@ -430,7 +430,7 @@ def _agent(agent: str) -> Iterator[Finding]:
         with urllib.request.urlopen(f"{agent}/health", timeout=TIMEOUT_S) as answer:
             engines = json.load(answer)["engines"]
     except OSError as error:
-        yield Finding(Finding.FAIL, name, str(error), "check that it runs, with metrics_listen")
+        yield Finding(Finding.FAIL, name, reason_of_request(error), "check that it runs, with metrics_listen")
         return
     for engine in engines:
         what = f"{name}: {engine['engine']}"
@@ -454,7 +454,7 @@ def _gateway(gateway: str) -> Iterator[Finding]:
     except urllib.error.HTTPError as error:
         status, body, ahead_s = error.code, json.loads(error.read() or b"{}"), skew(error.headers.get("Date"))
     except OSError as error:
-        yield Finding(Finding.FAIL, "gateway", f"{gateway}: {error}", "check that it runs")
+        yield Finding(Finding.FAIL, "gateway", f"{gateway}: {reason_of_request(error)}", "check that it runs")
         return
     if status != 200:
         yield Finding(Finding.FAIL, "gateway", f"not ready: {json.dumps(body)}", "see what is missing in its /health")

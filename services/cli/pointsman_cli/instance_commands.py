@@ -10,7 +10,7 @@ import typer
 
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from pointsman_cli.all_routers import at_owner, owners_status
-from pointsman_cli.router_call import DEFAULT_ROUTER, call, credentials, dial
+from pointsman_cli.router_call import DEFAULT_ROUTER, call, credentials, dial, router_of
 from pointsman_common.io.whole_lists import whole
 
 # Timeout of a call, and time between two looks at an instance that is drained, s.
@@ -19,7 +19,14 @@ WAIT_STEP_S = 0.5
 
 _TAKES_NOTHING = (fleet_pb2.INSTANCE_STATE_DRAINING, fleet_pb2.INSTANCE_STATE_CORDONED)
 
-RouterFlag = Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router")]
+RouterFlag = Annotated[
+    str,
+    typer.Option(
+        envvar="POINTSMAN_ROUTER",
+        callback=router_of,
+        help="HOST:PORT of a router, or of several with commas between: the first that can be reached is asked",
+    ),
+]
 ReasonFlag = Annotated[
     str | None, typer.Option(help="reason to show with the order; default: the reason given before, if any")
 ]
