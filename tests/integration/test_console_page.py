@@ -263,6 +263,15 @@ async def test_an_engine_that_never_answered_is_counted_and_named() -> None:
         assert shown.wrongs == []
 
 
+async def test_an_address_without_a_page_of_its_own_says_so_or_shows_the_list() -> None:
+    async with browser() as shown:
+        await shown.open("nowhere/at/all")
+        await expect(shown.page.get_by_text("There is no page nowhere.")).to_be_visible()
+        await shown.open("sessions/any")
+        await expect(shown.page.get_by_role("heading", name="Sessions")).to_be_visible()
+        assert shown.wrongs == []
+
+
 async def test_orders_for_instances_that_nobody_reports_are_shown_and_lifted() -> None:
     async with browser(roles=True) as shown:
         router, page = shown.server.router, shown.page

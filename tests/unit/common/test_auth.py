@@ -317,3 +317,8 @@ async def test_bound_tokens_are_read_again(tmp_path: Path) -> None:
     write(file, "# nobody\n")
     assert known("second", "b-1")[0] is None
     assert not auth.open
+
+
+def test_a_folder_of_tokens_that_is_not_there_is_not_one_without_tokens(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"POINTSMAN_TOKEN_DIR {tmp_path}/absent: there is no such folder"):
+        TokenInterceptor(Tokens(token_dir=tmp_path / "absent"))

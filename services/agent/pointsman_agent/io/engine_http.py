@@ -235,8 +235,11 @@ class EngineProbe:
 
 
 def _refused(path: str, status: int) -> str:
-    hint = " (does engine_api_key fit the engine's --api-key?)" if status in (401, 403) else ""
-    return f"{path} answered {status}{hint}"
+    hints = {
+        **dict.fromkeys((401, 403), " (does engine_api_key fit the engine's --api-key?)"),
+        404: " (is this the base URL of a vLLM server, without /v1?)",
+    }
+    return f"{path} answered {status}{hints.get(status, '')}"
 
 
 def _failed(path: str, error: Exception) -> ProbeError:

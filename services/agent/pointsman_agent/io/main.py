@@ -32,7 +32,7 @@ from pointsman_common.io.channel import ReloadingChannel
 from pointsman_common.io.garbage import collect_garbage
 from pointsman_common.io.listen_errors import listening
 from pointsman_common.io.logs import configure_logs
-from pointsman_common.io.settings import Tokens
+from pointsman_common.io.settings import Tokens, reason_with_setting
 from pointsman_common.io.tls import TlsSettings, client_context
 
 log = structlog.get_logger()
@@ -50,11 +50,11 @@ def run(settings: AgentSettings) -> None:
         Tokens().of("agent")
         _engine_tls(settings)
     except (ValueError, OSError) as error:
-        raise SystemExit(f"pointsman agent: {error}") from None
+        raise SystemExit(f"pointsman agent: {reason_with_setting(error, settings, TlsSettings())}") from None
     try:
         asyncio.run(_until_signal(settings))
     except OSError as error:
-        raise SystemExit(f"pointsman agent: {error}") from None
+        raise SystemExit(f"pointsman agent: {reason_with_setting(error, settings, TlsSettings())}") from None
 
 
 async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:

@@ -99,6 +99,9 @@ class Tokens(BaseSettings):
         A file in token_dir takes precedence over the environment. Raises OSError and ValueError, with the file's name, if the
         file cannot be used.
         """
+        # Without tokens everybody is let in, so a folder that is not there must not count as one without tokens.
+        if self.token_dir is not None and not self.token_dir.is_dir():
+            raise ValueError(f"POINTSMAN_TOKEN_DIR {self.token_dir}: there is no such folder")
         secret: SecretStr = getattr(self, f"{role}_token")
         file = None if self.token_dir is None else self.token_dir / role
         return RoleTokens(file if file is not None and file.is_file() else None, secret.get_secret_value())
@@ -234,7 +237,7 @@ def _invalid(settings: type[BaseSettings], error: ErrorDetails, flags: Mapping[s
     if error["type"] == "missing" and not below:
         flag, variable = _flag(settings, name), _variable(settings, name)
         return f"{flag} (or {variable}) must be given: {settings.model_fields[name].description}"
-    return f"{'.'.join([holder_of(settings, name, flags), *below])}: {error['msg']}"
+    return f"{'.'.join([holder_of(settings, name, flags), *below])}: {error['msg'].removeprefix('Value error, ')}"
 
 
 def holder_of(settings: type[BaseSettings], name: str, flags: Collection[str] = ()) -> str:
@@ -246,6 +249,16 @@ def holder_of(settings: type[BaseSettings], name: str, flags: Collection[str] = 
         if name not in flags and variable in present:
             return variable
     return _flag(settings, name)
+
+
+def reason_with_setting(error: Exception, *settings: BaseSettings) -> str:
+    """Return an error's text; that of an OSError with the setting that names its file, if one of `settings` does."""
+    if isinstance(error, OSError) and isinstance(error.filename, str) and error.strerror:
+        for of in settings:
+            for name in type(of).model_fields:
+                if str(getattr(of, name)) == error.filename:
+                    return f"{holder_of(type(of), name)} {error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _flag(settings: type[BaseSettings], name: str) -> str:

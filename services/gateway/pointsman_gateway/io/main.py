@@ -24,6 +24,7 @@ from pointsman_common.io.auth import is_loopback
 from pointsman_common.io.channel import open_channel
 from pointsman_common.io.listen_errors import listening
 from pointsman_common.io.logs import configure_logs
+from pointsman_common.io.settings import reason_with_setting
 from pointsman_common.io.tls import server_context, server_credentials
 from pointsman_gateway.io.http.client_connection import LINGER_S
 from pointsman_gateway.io.http.server import Server
@@ -163,7 +164,7 @@ async def serve(
             gateway, url = await stack.enter_async_context(serving(settings, siblings, hurry, dial))
         except (OSError, ValueError) as error:
             # An address in use or an unusable keys file is the operator's to mend: a message, not a traceback.
-            raise SystemExit(f"pointsman gateway: {error}") from None
+            raise SystemExit(f"pointsman gateway: {reason_with_setting(error, settings)}") from None
         keys = gateway.keys_needed
         log.info("gateway serves", url=url, gateway_id=settings.gateway_id, keys=keys)
         listens = filter(None, (settings.listen, settings.ext_proc_listen))

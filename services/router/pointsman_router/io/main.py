@@ -27,7 +27,7 @@ from pointsman_common.io.listening import listen_on
 from pointsman_common.io.local_calls import LocalServer
 from pointsman_common.io.logs import configure_logs
 from pointsman_common.io.metrics_page import metrics_page
-from pointsman_common.io.settings import Tokens
+from pointsman_common.io.settings import Tokens, reason_with_setting
 from pointsman_common.io.tls import TlsSettings
 from pointsman_router.core.policy.registry import POLICIES, Policies
 from pointsman_router.io.console.console import Console
@@ -166,7 +166,7 @@ def run(settings: RouterSettings, policies: Policies = POLICIES) -> None:
     try:
         event_loop.run(_run(settings, policies))
     except (ValueError, OSError, RuntimeError) as error:
-        sys.exit(f"pointsman router: {error}")
+        sys.exit(f"pointsman router: {reason_with_setting(error, settings, TlsSettings())}")
 
 
 async def _run(settings: RouterSettings, policies: Policies) -> None:
