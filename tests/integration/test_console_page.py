@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from playwright.async_api import Route, expect
 
+from pointsman_router.core.instances.absent_engines import AbsentEngine
 from pointsman_router.core.instances.instance_orders import OrderChange
 from pointsman_router.core.policy.reasons import REASONS, ROUTE_CLASSES, explained
 from pointsman_router.core.policy.registry import DEFAULT_POLICY
@@ -244,6 +246,29 @@ async def test_a_gateways_token_may_look_and_an_operators_may_act() -> None:
         assert await page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])") == '[{},{},""]'
         await page.reload()
         await expect(page.get_by_role("button", name="Sign in")).to_be_visible()
+        assert shown.wrongs == []
+
+
+async def test_an_engine_that_never_answered_is_counted_and_named() -> None:
+    async with browser() as shown:
+        router, page = shown.server.router, shown.page
+        known = len(router.state.instances.records())
+        absent = AbsentEngine("absent:8000", "http://absent:8000", f"connection refused {EVIL}", "node-9")
+        router.absent_engines.reported("agent", [absent], time.monotonic())
+        await shown.open("fleet")
+        await expect(page.get_by_text(f"{known} of {known + 1}")).to_be_visible()
+        await expect(page.get_by_text("1 absent")).to_be_visible()
+        item = page.get_by_role("listitem").filter(has_text="http://absent:8000")
+        await expect(item).to_contain_text(f"connection refused {EVIL} (agent on node-9)")
+        assert shown.wrongs == []
+
+
+async def test_an_address_without_a_page_of_its_own_says_so_or_shows_the_list() -> None:
+    async with browser() as shown:
+        await shown.open("nowhere/at/all")
+        await expect(shown.page.get_by_text("There is no page nowhere.")).to_be_visible()
+        await shown.open("sessions/any")
+        await expect(shown.page.get_by_role("heading", name="Sessions")).to_be_visible()
         assert shown.wrongs == []
 
 

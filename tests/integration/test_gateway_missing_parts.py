@@ -369,7 +369,7 @@ async def test_what_hinders_the_start_is_said_in_one_line(tmp_path: Path) -> Non
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         for setting, value, said in (
-            ("LISTEN", f"127.0.0.1:{taken.getsockname()[1]}", b"address already in use"),
+            ("LISTEN", f"127.0.0.1:{taken.getsockname()[1]}", b"another process listens there"),
             ("API_KEYS_FILE", str(tmp_path / "keys"), b"No such file"),
         ):
             process = await gateway_process({"LISTEN": "127.0.0.1:0", setting: value})

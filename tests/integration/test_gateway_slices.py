@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,50 @@ async def test_slices_carry_model_salt_and_session_and_the_prompts_own_tokens(up
     assert (path, served["messages"], served["cache_salt"]) == ("/v1/chat/completions", LONG["messages"], "pepper")
     assert reported_steps(up) == [(0, ""), (1, "")]
     assert up.router.places[0].sliceable_tokens == len(ids)
+
+
+def cached_in(answer: Any) -> int | None:
+    """The cached tokens of an answer's usage, of whichever API."""
+    usage = (answer.get("response") or answer.get("message") or answer).get("usage") or {}
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return usage.get("cache_read_input_tokens", details.get("cached_tokens"))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("warm", [0, 64])
+async def test_a_prompts_own_slices_are_no_cache_hits(up: Stack, path: str, warm: int, stream: bool) -> None:
+    """The engine has `warm` tokens of the prompt before the request, and after two slices 256."""
+    slicing(up, 128, 256)
+    engine = up.engines[0]
+    assert isinstance(engine, FakeEngine)
+    before = {128: warm, 256: 128}  # by the end of a slice
+    engine.cached = lambda body: before[len(body["prompt"])] if body.get("max_tokens") == 1 else 256
+    body: dict[str, Any] = LONG | {"stream": stream}
+    if path == "/v1/chat/completions" and stream:
+        body["stream_options"] = {"include_usage": True}
+    if path == "/v1/responses":
+        body = {"model": LONG["model"], "input": "set the points " * 400, "stream": stream}
+    if path == "/v1/messages":
+        body["max_tokens"] = 20
+    async with aiohttp.ClientSession() as http, http.post(up.url + path, json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        text = await answer.text()
+    await up.router.until(lambda: not up.router.reserved)
+    assert reported_steps(up) == [(0, ""), (1, "")]
+    answers = (
+        [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        if stream
+        else [json.loads(text)]
+    )
+    told = [cached for cached in map(cached_in, answers) if cached is not None]
+    assert told
+    assert set(told) == {warm}
+    [finished] = up.router.finished
+    assert (finished.cached_tokens, finished.own_cached_tokens) == (256, 256 - warm)
+    async with aiohttp.ClientSession() as http, http.get(f"{up.url}/metrics") as page:
+        [line] = [line for line in (await page.text()).splitlines() if "cached_tokens_total{" in line]
+    assert float(line.rpartition(" ")[2]) == warm
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from pointsman_common.core.addresses import parse_address
 from pointsman_common.io.listening import bound_socket
-from tests.support.processes.pointsman import pointsman_command
+from tests.support.processes.pointsman import (
+    plane_process,
+    pointsman_command,
+    pointsman_process,
+    wait_until_it_serves,
+)
 from tests.support.processes.process import alive, free_port
 from tests.support.waiting import until
 
@@ -91,3 +98,40 @@ def test_what_a_killed_demo_has_started_ends(tmp_path: Path) -> None:
         demo.kill()
         demo.wait(60.0)
     until(lambda: not any(map(alive, started)), within_s=30.0, what="the end of all that the demo has started")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_second_signal_does_not_wait_for_open_requests(tmp_path: Path, number: signal.Signals) -> None:
+    engine = free_port()
+    emulated = pointsman_process("engine", tmp_path, "emulate", "--port", str(engine))
+    listen, router = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    plane = plane_process(tmp_path, listen, router, [engine])
+    emulated.start()
+    try:
+        plane.start()
+        wait_until_it_serves(plane)
+        started = descendants(plane.pid)
+        body = {
+            "model": "pointsman-emulated",
+            "prompt": "go on",
+            "max_tokens": 100_000,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        asked = urllib.request.Request(
+            f"http://{listen}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            assert answer.readline().startswith(b"data: ")
+            os.kill(plane.pid, number)
+            until(lambda: "for 1 open request;" in plane.log.read_text(), within_s=20.0, what="what is waited for")
+            assert all(map(alive, started))
+            os.kill(plane.pid, number)
+            # Far less than the 30 s for which open requests may go on.
+            until(lambda: not alive(plane.pid), within_s=15.0, what="the end of up")
+        until(lambda: not any(map(alive, started)), within_s=10.0, what="the end of all that up has started")
+        assert "killing" not in plane.log.read_text()
+        assert "warning" not in plane.log.read_text()
+    finally:
+        plane.stop(within_s=40)
+        emulated.stop(within_s=40)

@@ -18,6 +18,7 @@ from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pointsman_common.core.addresses import Address
+from pointsman_common.io.listen_errors import listening
 from pointsman_common.io.listening import bound_socket
 from pointsman_common.io.logs import configure_logs
 from pointsman_lab.emulator.engine_loop import EngineLoop
@@ -170,7 +171,9 @@ async def start(settings: EmulateSettings, profile: Profile | None = None) -> Em
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.01)
     try:
         await runner.setup()
-        site = web.SockSite(runner, bound_socket(Address(settings.host, settings.port)), ssl_context=tls)
+        own = Address(settings.host, settings.port)
+        with listening(settings, "port", str(own)):
+            site = web.SockSite(runner, bound_socket(own), ssl_context=tls)
         await site.start()
     except BaseException:
         await runner.cleanup()
@@ -187,7 +190,10 @@ async def start(settings: EmulateSettings, profile: Profile | None = None) -> Em
 def run(settings: EmulateSettings) -> None:
     """Serve until SIGTERM or SIGINT. Prints one line with the URL to stdout when it is ready."""
     configure_logs("emulate", settings.log_level)
-    asyncio.run(_serve(settings))
+    try:
+        asyncio.run(_serve(settings))
+    except OSError as error:
+        raise SystemExit(f"pointsman emulate: {error}") from None
 
 
 async def _serve(settings: EmulateSettings) -> None:

@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from pointsman_common.core.addresses import in_brackets
+from pointsman_common.io.listen_errors import CannotListen, reason_of
 from pointsman_lab.engine.block_cache import AllCleared, BlocksRemoved
 from pointsman_lab.engine.block_cache import BlocksStored as Stored
 from pointsman_lab.engine.host_tier import OffloadedRemoved, OffloadedStored
@@ -131,7 +132,7 @@ class KVEventPublisher:
         try:
             self.endpoint = _bind(self._pub, host, port)
             self.replay_endpoint = _bind(self._replay, host, replay_port)
-        except zmq.ZMQError:
+        except CannotListen:
             self._close()
             raise
         self._encoder = msgspec.msgpack.Encoder()
@@ -187,10 +188,14 @@ class KVEventPublisher:
 
 def _bind(socket: zmq.Socket[Any], host: str, port: int) -> str:
     """Bind and return the endpoint as vLLM reports it: the selected port with its address, "*" as the address of all
-    interfaces."""
+    interfaces. Raises CannotListen."""
     # vLLM's "*" is IPv4 alone.
     address = "*" if host == "0.0.0.0" else in_brackets(host)
     socket.setsockopt(zmq.IPV6, ":" in host)
-    socket.bind(f"tcp://{address}:{port or '*'}")
+    try:
+        socket.bind(f"tcp://{address}:{port or '*'}")
+    except zmq.ZMQError as error:
+        reason = reason_of(OSError(error.errno, error.strerror))
+        raise CannotListen(f"KV events at tcp://{address}:{port}: {reason}") from None
     bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
     return f"tcp://{address}:{bound.rpartition(':')[2]}"

@@ -159,7 +159,7 @@ class SimulatedGateway:
             case ge.ReportFinished():
                 self._waiting.remove(effect.attempt_id)
                 self._count_open(running, "")
-                self._report(running, finished(running.record, effect), now)
+                self._report(running, finished(running.record, running.own_cached, effect), now)
             case ge.FailRequest():
                 running.failure = effect
             case _:
@@ -419,9 +419,13 @@ class SimulatedGateway:
                 running.prefilled = step.prefill_tokens
                 cached = event.cached_tokens + event.host_tokens + event.storage_tokens
                 running.prefill_s = self._config.profile.chunk_s(step.prefill_tokens - cached, cached)
+                at, own = (step.kv_target or step.target).instance_id, running.own_prefills
+                own.ended(at, step.prefill_tokens, 0 if step.kv_target else own.end(at), cached)
             else:
                 record.ttft_s = now - record.t_send
-                record.cached_tokens = event.cached_tokens + event.host_tokens + event.storage_tokens
+                cached = event.cached_tokens + event.host_tokens + event.storage_tokens
+                running.own_cached = running.own_prefills.among(step.target.instance_id, cached)
+                record.cached_tokens = cached - running.own_cached
                 record.host_tokens, record.storage_tokens = event.host_tokens, event.storage_tokens
                 self._handle(running, ge.ResponseStarted(), now)
         else:

@@ -46,19 +46,22 @@ def refused(refusal: ev.Refused) -> ge.PlacementRefused:
     return ge.PlacementRefused(refusal.request_id, code, refusal.message, refusal.retry_after_s, refusal.place)
 
 
-def finished(record: RequestRecord, effect: ge.ReportFinished) -> ev.Finished:
-    """Convert the end of an attempt to the router's type."""
+def finished(record: RequestRecord, own_cached: int, effect: ge.ReportFinished) -> ev.Finished:
+    """Convert the end of an attempt to the router's type. `own_cached`: tokens that the engine found cached because
+    earlier steps of the request had computed them."""
     ok = effect.outcome is ge.Outcome.OK
+    hits = record.cached_tokens if ok else None
     return ev.Finished(
         effect.attempt_id,
         effect.outcome.name,
         record.prompt_tokens if ok else None,
-        record.cached_tokens if ok else None,
+        None if hits is None else hits + own_cached,
         record.output_tokens if ok else None,
         error=effect.error,
         http_status=200 if ok else effect.status,
         refused=effect.refused,
         refused_by=effect.refused_by,
+        own_cached_tokens=None if hits is None else own_cached,
     )
 
 

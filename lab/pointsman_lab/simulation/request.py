@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from pointsman_gateway.core.request.own_prefills import OwnPrefills
 from pointsman_gateway.core.request.request_events import AskRouter, Event, FailRequest, RequestTimeouts, StepAssigned
 from pointsman_gateway.core.request.request_state_machine import Phase, RequestStateMachine
 from pointsman_lab.engine.prompt_content import NamedPrompt
@@ -55,6 +56,9 @@ class SimulatedRequest:
     # Result of the last PREFILL step: tokens that it left on its instance, and its computing time in s.
     prefilled: int = 0
     prefill_s: float = 0.0
+    # What earlier steps have computed, and how much of it is among the answer's cached tokens.
+    own_prefills: OwnPrefills = field(default_factory=OwnPrefills)
+    own_cached: int = 0
 
     def begin(self, timeouts: RequestTimeouts) -> RequestStateMachine:
         """Start the client's request, for the first time or as a retry; every retry has its own id. Mutates."""

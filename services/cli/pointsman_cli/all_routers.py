@@ -14,7 +14,7 @@ import grpc
 import typer
 
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
-from pointsman_cli.router_call import ask, call, fail, no_answer
+from pointsman_cli.router_call import ask, call, fail, no_answer, sentence
 from pointsman_common.io.whole_lists import whole
 from pointsman_router.core.analysis.policy_comparison import MAX_CHANGES
 
@@ -36,7 +36,7 @@ class Routers:
     def silent(self, router_id: str, error: grpc.RpcError, missing: str) -> str:
         """Return a message that a router did not answer, and what is missing as a result."""
         address = self.addresses[router_id]
-        return f"router {router_id} at {address} cannot be asked: {error.code().name}: {error.details()}; {missing}"
+        return f"router {router_id} at {address} {sentence(error)}; {missing}"
 
     def warn(self, router_id: str, error: grpc.RpcError, missing: str) -> None:
         """Print the message of `silent` on stderr."""

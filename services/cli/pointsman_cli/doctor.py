@@ -16,11 +16,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2
 from pointsman_cli.all_routers import instances_of
-from pointsman_cli.doctor_findings import TIMEOUT_S, EngineAccess, Finding, complete, skew
+from pointsman_cli.doctor_findings import TIMEOUT_S, EngineAccess, Finding, complete, reason_of_request, skew
 from pointsman_cli.doctor_kv import answers, transfers
 from pointsman_cli.doctor_redis import RedisUrls, redis_findings
-from pointsman_cli.instance_commands import order_words, orders_of, state_words, suspension
-from pointsman_cli.router_call import ask, dial
+from pointsman_cli.instance_commands import engine_count, order_words, orders_of, state_words, suspension
+from pointsman_cli.router_call import ask, dial, sentence
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_common.core.vllm_versions import standing
 
@@ -32,10 +32,17 @@ STALE_REPORT_S = 5.0
 CLOCK_SKEW_S = 2.0
 # Maximum number of instances that one finding names.
 SHOWN = 5
+# Maximum number of engines without an instance that are named.
+MAX_ABSENT = 20
 # Age of a cordon above which it is a finding, s.
 LONG_CORDONED_S = 86_400.0
 # States in which an instance can get requests.
 PLACEABLE = (fleet_pb2.INSTANCE_STATE_SYNCING, fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_LOST)
+# How an engine is started with KV events.
+KV_EVENTS_FLAGS = (
+    "--kv-events-config "
+    '\'{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657"}\''
+)
 # Causes (Life.out_cause) for which the router refuses requests if all instances are out.
 ANSWERS_NOTHING = ("silence", "unreached")
 
@@ -79,18 +86,30 @@ def _router(router: str, access: EngineAccess) -> Iterator[Finding]:
     yield from refused_policies(replicas)
     for problem in silent:
         yield Finding(Finding.WARN, "routers", problem, "run `pointsman doctor` on a node of a gateway")
-    yield from _fleet(list(fleet.instances), access)
+    yield from absences(fleet)
+    # Without any instance the finding is that there are agents, and why they report none.
+    if fleet.instances or not fleet.absent_engines:
+        yield from _fleet(list(fleet.instances), access)
     yield from _orders(router)
+
+
+def absences(fleet: fleet_pb2.ListInstancesResponse) -> Iterator[Finding]:
+    """Yield the engines that agents are set to follow and that have no instance."""
+    if not fleet.absent_engines:
+        return
+    yield Finding(Finding.FAIL, "engines", f"{engine_count(fleet)} have instances", "see below")
+    for engine in fleet.absent_engines[:MAX_ABSENT]:
+        advice = f"start it, or take it out of the engines of the agent on {engine.node}"
+        yield Finding(Finding.FAIL, engine.url, f"no instance: {engine.problem}", advice)
+    if (others := len(fleet.absent_engines) - MAX_ABSENT) > 0:
+        yield Finding(Finding.FAIL, "engines", f"{others} others have no instance", "pointsman instances names them")
 
 
 def unanswered(router: str, error: grpc.RpcError) -> Finding:
     """Return the finding that a router refused a call or does not answer."""
-    found, advice = f"{router}: {error.code().name}: {error.details()}", "see its log"
+    found, advice = f"{router} {sentence(error)}", "see its log"
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        found, advice = (
-            f"{router} does not answer: {error.details()}",
-            "start it; if it runs elsewhere: --router HOST:PORT",
-        )
+        advice = "start it; if it runs elsewhere: --router HOST:PORT"
     elif error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         advice = "give its token: POINTSMAN_OPERATOR_TOKEN, POINTSMAN_OBSERVER_TOKEN or POINTSMAN_TOKEN_DIR"
     return Finding(Finding.FAIL, "router", found, advice)
@@ -255,7 +274,7 @@ def _orders(router: str) -> Iterator[Finding]:
     try:
         orders = orders_of(router)
     except grpc.RpcError as error:
-        yield Finding(Finding.WARN, "orders", f"{error.code().name}: {error.details()}")
+        yield Finding(Finding.WARN, "orders", f"{router} {sentence(error)}")
     else:
         yield from forgotten_orders(orders, time.time())
 
@@ -368,8 +387,7 @@ def inexact_finding(instance: agent_pb2.Instance) -> Finding:
         Finding.FAIL,
         instance.instance_id,
         f"no KV events: {instance.prefix_reason}",
-        "start the engine with --enable-prefix-caching and --kv-events-config "
-        '\'{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657"}\'',
+        f"start the engine with --enable-prefix-caching and {KV_EVENTS_FLAGS}",
     )
 
 
@@ -388,7 +406,10 @@ def _engine(instance: agent_pb2.Instance, access: EngineAccess) -> Iterator[Find
             yield Finding(Finding.WARN, name, f"its certificate is not trusted: {error}", advice)
             return
         yield Finding(
-            Finding.WARN, name, f"not reachable from here: {error}", "run `pointsman doctor` on a node of a gateway"
+            Finding.WARN,
+            name,
+            f"not reachable from here: {reason_of_request(error)}",
+            "run `pointsman doctor` on a node of a gateway",
         )
         return
     if (answer.get("usage") or {}).get("prompt_tokens_details") is None:
@@ -409,7 +430,7 @@ def _agent(agent: str) -> Iterator[Finding]:
         with urllib.request.urlopen(f"{agent}/health", timeout=TIMEOUT_S) as answer:
             engines = json.load(answer)["engines"]
     except OSError as error:
-        yield Finding(Finding.FAIL, name, str(error), "check that it runs, with metrics_listen")
+        yield Finding(Finding.FAIL, name, reason_of_request(error), "check that it runs, with metrics_listen")
         return
     for engine in engines:
         what = f"{name}: {engine['engine']}"
@@ -433,7 +454,7 @@ def _gateway(gateway: str) -> Iterator[Finding]:
     except urllib.error.HTTPError as error:
         status, body, ahead_s = error.code, json.loads(error.read() or b"{}"), skew(error.headers.get("Date"))
     except OSError as error:
-        yield Finding(Finding.FAIL, "gateway", f"{gateway}: {error}", "check that it runs")
+        yield Finding(Finding.FAIL, "gateway", f"{gateway}: {reason_of_request(error)}", "check that it runs")
         return
     if status != 200:
         yield Finding(Finding.FAIL, "gateway", f"not ready: {json.dumps(body)}", "see what is missing in its /health")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email.utils
 import json
+import socket
 import ssl
 import time
 import urllib.request
@@ -43,6 +44,18 @@ class EngineAccess:
         if instance.HasField("data_parallel_rank"):
             headers["X-data-parallel-rank"] = str(instance.data_parallel_rank)
         return headers
+
+
+def reason_of_request(error: OSError) -> str:
+    """Return why an HTTP request got no answer, as a phrase."""
+    cause = getattr(error, "reason", error)
+    if isinstance(cause, ConnectionRefusedError):
+        return "nothing listens there"
+    if isinstance(cause, TimeoutError):
+        return "it does not answer in time"
+    if isinstance(cause, socket.gaierror):
+        return "its host name is unknown"
+    return str(cause)
 
 
 def skew(date: str | None) -> float | None:

@@ -27,11 +27,12 @@ from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_cli.all_routers import instances_of, newest_decisions, of_its_router, pool_policies, warn
 from pointsman_cli.doctor import examine
-from pointsman_cli.doctor_findings import EngineAccess, Finding
+from pointsman_cli.doctor_findings import EngineAccess, Finding, reason_of_request
 from pointsman_cli.doctor_redis import RedisUrls
 from pointsman_cli.installed_policies import installed_policies
 from pointsman_cli.instance_commands import (
     RouterFlag,
+    absent_lines,
     cordon,
     drain,
     order_words,
@@ -43,7 +44,7 @@ from pointsman_cli.instance_commands import (
     weight_words,
 )
 from pointsman_cli.policy_commands import set_policy, verify, what_if
-from pointsman_cli.router_call import DEFAULT_ROUTER, UNUSABLE, fail, no_answer
+from pointsman_cli.router_call import DEFAULT_ROUTER, UNUSABLE, fail, no_answer, url_of
 from pointsman_common.core.enum_words import values, word
 from pointsman_common.io.tls import client_context
 from pointsman_router.core.placement_types import LIGHT_NEW_TOKENS
@@ -55,7 +56,9 @@ from pointsman_router.core.policy.registry import LAB_POLICIES, make_policy
 # Timeout of a call or an HTTP request, s.
 TIMEOUT_S = 10.0
 
-GatewayFlag = Annotated[str, typer.Option(envvar="POINTSMAN_GATEWAY", help="base URL of a gateway")]
+GatewayFlag = Annotated[
+    str, typer.Option(envvar="POINTSMAN_GATEWAY", callback=url_of, help="base URL, or HOST:PORT, of a gateway")
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 GATEWAY = "http://127.0.0.1:8080"
@@ -112,6 +115,8 @@ def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: Jso
             status.instance.incarnation[:12],
         )
     console.print(table)
+    for line in absent_lines(answer):
+        console.print(line, highlight=False, markup=False)
     for order in _orders_for_unknown(router):
         console.print(f"{order.instance_id}: no agent reports it ({order_words(order)})", highlight=False, markup=False)
     console.print(
@@ -206,7 +211,7 @@ def decisions(
             listed.session_id[:24],
             f"{listed.input_tokens:,}",
             f"{listed.cached_tokens:,}",
-            f"{done.cached_tokens:,}" if done.HasField("cached_tokens") else "-",
+            f"{done.cached_tokens - done.own_cached_tokens:,}" if done.HasField("cached_tokens") else "-",
             word(fleet_pb2.RouteClass, listed.route_class),
             listed.reason,
             " -> ".join(step.instance.instance_id for step in listed.steps),
@@ -221,7 +226,10 @@ def explain(
     decision_id: Annotated[str, typer.Argument(help="decision id or request id; omit it with --prompt")] = "",
     router: RouterFlag = DEFAULT_ROUTER,
     gateway: GatewayFlag = GATEWAY,
-    prompt: Annotated[Path | None, typer.Option(help="file with a prompt to place in a dry run")] = None,
+    prompt: Annotated[
+        Path | None,
+        typer.Option(help="file with a prompt to place in a dry run", exists=True, dir_okay=False, readable=True),
+    ] = None,
     model: Annotated[str, typer.Option(help="model for --prompt; default: the gateway's only one")] = "",
     session: Annotated[str, typer.Option(help="session id for --prompt")] = "",
     as_json: JsonFlag = False,
@@ -312,7 +320,7 @@ def doctor(
         redis = RedisUrls.of(redis_url, redis_sentinels, redis_master)
     except ValueError as error:
         fail(f"--redis-url, --redis-sentinels: {error}")
-    findings = examine(router, gateway, redis, agent or [], EngineAccess(engine_api_key, tls))
+    findings = examine(router, gateway, redis, list(map(url_of, agent or [])), EngineAccess(engine_api_key, tls))
     table = _table("", "check", "finding", "what to do")
     marks = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]FAIL[/red]"}
     for finding in findings:
@@ -403,9 +411,10 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
     if decision.HasField("finished"):
         done = decision.finished
         said = f"{done.cached_tokens:,}" if done.HasField("cached_tokens") else "nothing"
+        own = f", {done.own_cached_tokens:,} of them by its own steps" if done.own_cached_tokens else ""
         first = f"{done.timings.first_token_ms:,.1f} ms" if done.timings.first_token_ms else "-"
         console.print(
-            f"the engine said: {said} cached; TTFT {first}, "
+            f"the engine said: {said} cached{own}; TTFT {first}, "
             f"done after {done.timings.done_ms:,.1f} ms, HTTP {done.http_status}{_ended_by(done)}"
         )
 
@@ -450,7 +459,7 @@ def _http(url: str, body: bytes | None = None, headers: dict[str, str] | None = 
     except urllib.error.HTTPError as error:
         fail(f"{url} answered {error.code}: {error.read(1_000).decode(errors='replace')}")
     except OSError as error:
-        fail(f"{url}: {error}")
+        fail(f"{url}: {reason_of_request(error)}")
 
 
 def _table(*columns: str) -> Table:

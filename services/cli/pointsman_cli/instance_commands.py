@@ -10,7 +10,7 @@ import typer
 
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from pointsman_cli.all_routers import at_owner, owners_status
-from pointsman_cli.router_call import DEFAULT_ROUTER, call, credentials, dial
+from pointsman_cli.router_call import DEFAULT_ROUTER, call, credentials, dial, router_of
 from pointsman_common.io.whole_lists import whole
 
 # Timeout of a call, and time between two looks at an instance that is drained, s.
@@ -19,7 +19,14 @@ WAIT_STEP_S = 0.5
 
 _TAKES_NOTHING = (fleet_pb2.INSTANCE_STATE_DRAINING, fleet_pb2.INSTANCE_STATE_CORDONED)
 
-RouterFlag = Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router")]
+RouterFlag = Annotated[
+    str,
+    typer.Option(
+        envvar="POINTSMAN_ROUTER",
+        callback=router_of,
+        help="HOST:PORT of a router, or of several with commas between: the first that can be reached is asked",
+    ),
+]
 ReasonFlag = Annotated[
     str | None, typer.Option(help="reason to show with the order; default: the reason given before, if any")
 ]
@@ -126,6 +133,22 @@ def suspension(status: fleet_pb2.InstanceStatus) -> str:
     """Return why an instance's engine computes nothing: "asleep: ..."; "" unless the instance is suspended."""
     suspended = fleet_pb2.INSTANCE_STATE_SUSPENDED in (status.state, status.underlying_state)
     return status.load.suspended if suspended else ""
+
+
+def engine_count(answer: fleet_pb2.ListInstancesResponse) -> str:
+    """Return how many of the engines that agents follow have instances: "63 of 64 engines"."""
+    present = len({status.instance.url for status in answer.instances})
+    return f"{present} of {present + len(answer.absent_engines)} engines"
+
+
+def absent_lines(answer: fleet_pb2.ListInstancesResponse) -> list[str]:
+    """Return how many engines have instances, and a line for each that has none; no lines if all have."""
+    if not answer.absent_engines:
+        return []
+    absent = [
+        f"{engine.url}: no instance: {engine.problem} (agent on {engine.node})" for engine in answer.absent_engines
+    ]
+    return [f"{engine_count(answer)} have instances", *absent]
 
 
 def orders_of(router: str) -> list[fleet_pb2.InstanceOrder]:

@@ -17,7 +17,8 @@ from pointsman_common.io import event_loop
 from pointsman_common.io.channel import open_channel
 from pointsman_common.io.local_calls import LocalChannel
 from pointsman_common.io.logs import configure_logs
-from pointsman_common.io.settings import InvalidSetting, Tokens, load_settings
+from pointsman_common.io.settings import InvalidSetting, Tokens, load_settings, reason_with_setting
+from pointsman_common.io.tls import TlsSettings
 from pointsman_gateway.io.main import serve
 from pointsman_gateway.io.settings import GatewaySettings
 from pointsman_router.io.main import RouterServer
@@ -35,7 +36,7 @@ def run_serve(settings: OneProcessSettings) -> None:
     try:
         event_loop.run(_run(router, gateway))
     except (ValueError, OSError, RuntimeError) as error:
-        sys.exit(f"pointsman serve: {error}")
+        sys.exit(f"pointsman serve: {reason_with_setting(error, router, gateway, TlsSettings())}")
 
 
 async def _run(router: RouterSettings, gateway: GatewaySettings) -> None:

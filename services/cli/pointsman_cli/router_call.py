@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import sys
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
@@ -10,11 +12,30 @@ import grpc
 import typer
 
 from pointsman.router.v1 import fleet_pb2_grpc
+from pointsman_common.core.addresses import parse_address
 from pointsman_common.io.auth import bearer
 from pointsman_common.io.channel import open_blocking_channel
 from pointsman_common.io.settings import Tokens
 
 DEFAULT_ROUTER = "127.0.0.1:50051"
+ROUTER_PORT = 50051
+# Timeout of a connection when one of several routers is chosen, s.
+CONNECT_S = 2.0
+# What gRPC's details of UNAVAILABLE contain -> what that means.
+_UNREACHED = (
+    ("Connection refused", "nothing listens there"),
+    ("Domain name not found", "its host name is unknown"),
+    ("errors resolving", "its host name is unknown"),
+    (
+        "Failed parsing HTTP/2",
+        "what listens there is no router: HOST:PORT of its gRPC services is needed, by default port 50051",
+    ),
+    ("No route to host", "there is no route to its host"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not trusted: set POINTSMAN_TLS_CA"),
+    ("SSL", "its TLS does not fit: see POINTSMAN_TLS_*"),
+    ("Socket closed", "it closes the connection; if it has TLS, set POINTSMAN_TLS_CA"),
+    ("connection attempt timed out", "its host does not answer"),
+)
 UNUSABLE = 2  # Exit status for settings that cannot be used; typer uses the same.
 
 T = TypeVar("T")
@@ -68,7 +89,51 @@ def credentials() -> tuple[tuple[str, str], ...]:
 
 def no_answer(router: str, error: grpc.RpcError) -> NoReturn:
     """End the program with status 1 and a gRPC error as one sentence."""
-    fail(f"router {router}: {error.code().name}: {error.details()}")
+    fail(f"router {router} {sentence(error)}")
+
+
+def sentence(error: grpc.RpcError) -> str:
+    """Return what a gRPC error says of a router, as the end of a sentence that begins with its address."""
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.UNAVAILABLE:
+        meaning = next((meaning for words, meaning in _UNREACHED if words in details), details)
+        return f"cannot be reached: {meaning}"
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "does not answer in time"
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return (
+            f"refuses this ({details}): set POINTSMAN_OPERATOR_TOKEN, POINTSMAN_OBSERVER_TOKEN or POINTSMAN_TOKEN_DIR"
+        )
+    return f"answers {code.name}: {details}"
+
+
+def router_of(text: str) -> str:
+    """Return HOST:PORT of a router from what a user gives: HOST, HOST:PORT, a URL, or several with commas between. Of several the
+    first counts that accepts a connection."""
+    routers = [_with_port(part.strip()) for part in text.split(",") if part.strip()]
+    if not routers:
+        raise typer.BadParameter("HOST:PORT is needed")
+    if len(routers) == 1:
+        return routers[0]
+    for router in routers:
+        try:
+            address = parse_address(router)
+            socket.create_connection((address.host, address.port), CONNECT_S).close()
+        except (OSError, ValueError):
+            continue
+        return router
+    return routers[0]
+
+
+def _with_port(router: str) -> str:
+    router = re.sub(r"^(https?|grpcs?)://([^/]+)/*$", r"\2", router)
+    # A resolver's name, such as dns:///HOST:PORT, stays.
+    return router if "/" in router or re.search(r":\d+$", router) else f"{router}:{ROUTER_PORT}"
+
+
+def url_of(text: str) -> str:
+    """Return a base URL from what a user gives: a URL or HOST:PORT."""
+    return (text if "://" in text else f"http://{text}").rstrip("/")
 
 
 def fail(message: str, status: int = 1) -> NoReturn:

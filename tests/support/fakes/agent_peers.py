@@ -241,6 +241,8 @@ class FakeRouter(agent_pb2_grpc.AgentServiceServicer):
         """If not None: the router sends no welcome until it is set."""
         self.kept_open: asyncio.Event | None = None
         """If not None: the router does not end its side of a stream until it is set."""
+        self.absent_calls = 0
+        """Number of calls of ReportAbsentEngines, which are refused as a router without the method does."""
         self.port = 0
         self._server: grpc.aio.Server | None = None
 
@@ -300,6 +302,11 @@ class FakeRouter(agent_pb2_grpc.AgentServiceServicer):
         finally:
             reading.cancel()
             stream.ended = True
+
+    async def ReportAbsentEngines(self, request: Any, context: Any) -> pb.ReportAbsentEnginesResponse:
+        self.absent_calls += 1
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        raise AssertionError
 
     async def _read(self, requests: Any, stream: Stream, name: str, incarnation: str) -> None:
         partial: set[tuple[int, int]] = set()

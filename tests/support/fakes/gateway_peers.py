@@ -56,6 +56,7 @@ class FakeEngine:
     words: tuple[str, ...] = ("The ", "points ", "are ", "set.")
     url: str = ""
     token_shift: int = 0
+    cached: Callable[[dict[str, Any]], int] = lambda _: 16  # cached tokens of a body's prompt
     hold: asyncio.Event | None = None  # a stream waits here after its first word
     requests: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     engine_id: str = "e1"  # of the KV connector
@@ -108,7 +109,7 @@ class FakeEngine:
                 count = len(self.tokenizer.prompt(call).ids) if kind.generates else 9
             except Unrenderable:
                 count = 9
-            script = Script(kind, body, self.words, count)
+            script = Script(kind, body, self.words, count, self.cached(body))
             if kind is Endpoint.RESPONSES:
                 if (before := body.get("previous_response_id", "")) not in ("", *self.stored):
                     return _not_stored(before)

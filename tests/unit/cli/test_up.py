@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pointsman_agent.io.settings import AgentSettings
 from pointsman_cli.one_process_settings import OneProcessSettings
-from pointsman_cli.up import LOG_LEVELS, PARTS_OWN, UpSettings, services
+from pointsman_cli.up import (
+    LOG_LEVELS,
+    PARTS_OWN,
+    LocalFleet,
+    UpSettings,
+    check,
+    screen,
+    services,
+    stopping_line,
+    unusable_addresses,
+)
+from pointsman_common.io.settings import InvalidSetting, holder_of
 from pointsman_gateway.io.settings import GatewaySettings
 from pointsman_lab.live.demo_command import DemoSettings, given_flags
 from pointsman_router.io.settings import RouterSettings
@@ -64,3 +77,79 @@ def test_the_demo_passes_on_what_was_given(monkeypatch: pytest.MonkeyPatch) -> N
     assert given_flags(DemoSettings(policy="sticky"), "policy") == ["--policy", "sticky"]
     monkeypatch.setenv("POINTSMAN_DEMO_SPEEDUP", "2")
     assert given_flags(DemoSettings(), "speedup") == ["--speedup", "2.0"]
+
+
+@pytest.mark.parametrize(
+    ("given", "variables", "said"),
+    [
+        ({"policy": "nope"}, {}, "--policy: no policy 'nope'"),
+        ({}, {"POINTSMAN_UP_POLICY": "nope"}, "POINTSMAN_UP_POLICY: no policy"),
+        ({}, {"POINTSMAN_ROUTER_POLICY": "nope"}, "POINTSMAN_ROUTER_POLICY: no policy"),
+        ({"policy": "unified:foo=1"}, {}, "--policy: foo: policy unified has no such setting"),
+        ({"engine": ["foo"]}, {}, "--engine: not an engine URL: 'foo'"),
+        ({"log_level": "loud"}, {}, "--log-level: "),
+        ({"tokenizer": ["m=/nowhere"]}, {}, "--tokenizer: m: /nowhere has no tokenizer.json that can be read"),
+        ({"state_dir": "/dev/null/x"}, {}, "--state-dir: /dev/null/x cannot be written: Not a directory"),
+        ({}, {"POINTSMAN_ROUTER_QUEUE_SIZE": "-3"}, "POINTSMAN_ROUTER_QUEUE_SIZE: "),
+        ({}, {"POINTSMAN_AGENT_SCRAPE_INTERVAL_S": "x"}, "POINTSMAN_AGENT_SCRAPE_INTERVAL_S: "),
+    ],
+)
+def test_what_cannot_be_used_is_told_in_up_s_words(
+    given: dict[str, Any], variables: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("POINTSMAN_AGENT_STATE_DIR", str(tmp_path))
+    with pytest.raises(InvalidSetting) as invalid:
+        check(UpSettings(**{"engine": [ENGINE], **given}))
+    told = invalid.value
+    assert f"{holder_of(told.kind, told.field, given)}: {told.message}".startswith(said)
+
+
+def test_what_can_be_used_is_not_told(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    check(UpSettings(engine=[ENGINE], tokenizer=[f"m={tmp_path}", "n=owner/name"], state_dir=tmp_path / "a/b"))
+
+
+def test_one_address_is_not_given_twice() -> None:
+    settings = UpSettings(
+        engine=[ENGINE], listen="127.0.0.1:0", console="127.0.0.1:9102", router_metrics="127.0.0.1:9102"
+    )
+    assert unusable_addresses(settings)[-1] == "--console 127.0.0.1:9102: --router-metrics has the same address"
+
+
+class Told(LocalFleet):
+    """Services that tell `engines` and `models`."""
+
+    def __init__(self, settings: UpSettings, engines: list[dict[str, Any]], models: dict[str, Any]) -> None:
+        super().__init__(settings)
+        self.told = engines, models
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        return (200 if self.told[1] else 503), {"models": self.told[1]}
+
+    def engines(self) -> list[dict[str, Any]]:
+        return self.told[0]
+
+
+def test_the_screen_names_what_is_missing_and_the_flag_that_mends_it() -> None:
+    settings = UpSettings(engine=[ENGINE, "http://127.0.0.1:8001"])
+    instance = {"instance_id": "127.0.0.1:8000", "prefix_reason": ""}
+    well = {"engine": ENGINE, "healthy": True, "problem": "", "instances": [instance]}
+    absent = {"engine": "http://127.0.0.1:8001", "healthy": False, "problem": "connection refused", "instances": []}
+    exact = {"m": {"exact": True, "reason": ""}}
+    lines = [*screen(settings, Told(settings, [well], exact))]
+    assert [line.split()[0] for line in lines] == ["OpenAI", "router", "console", "engines", "models", "policy"]
+    lines = [*screen(settings, Told(settings, [well, absent], exact))]
+    assert lines[3:5] == ["engines      1 of 2 ready", "             http://127.0.0.1:8001: connection refused"]
+    blind = well | {"instances": [instance | {"prefix_reason": "it publishes none"}]}
+    text = "\n".join(screen(settings, Told(settings, [blind], {"m": {"exact": False, "reason": "no file"}})))
+    assert "KV events of 127.0.0.1:8000: it publishes none" in text
+    assert "--kv-events-config" in text
+    assert "--tokenizer m=FOLDER" in text
+    assert "(answers 503 until an engine is ready)" in "\n".join(screen(settings, Told(settings, [absent], {})))
+
+
+def test_what_a_stop_waits_for() -> None:
+    assert stopping_line(0, 30.0) == "stopping"
+    assert stopping_line(2, 30.0) == "stopping: waiting up to 30 s for 2 open requests; Ctrl-C again does not wait"

@@ -27,6 +27,7 @@ FLEET = "/pointsman.router.v1.FleetService/"
 # Who may call each method. A method that is added to a proto must be added here.
 ALLOWED: dict[str, set[str | None]] = {
     "/pointsman.agent.v1.AgentService/Report": {"agent"},
+    "/pointsman.agent.v1.AgentService/ReportAbsentEngines": {"agent"},
     "/pointsman.router.v1.PlacementService/Session": {"gateway", "operator"},
     "/pointsman.router.v1.PlacementService/Place": {"gateway", "operator"},
     "/pointsman.router.v1.PlacementService/Finish": {"gateway", "operator"},
@@ -188,7 +189,7 @@ class Door:
 
 async def serve(tokens: Tokens) -> tuple[grpc.aio.Server, Door]:
     server = grpc.aio.server(interceptors=[TokenInterceptor(tokens)], options=SERVER_OPTIONS)
-    agent_pb2_grpc.add_AgentServiceServicer_to_server(Agents(), server)
+    agent_pb2_grpc.add_AgentServiceServicer_to_server(Agents(), server)  # type: ignore[abstract]
     placement_pb2_grpc.add_PlacementServiceServicer_to_server(Placements(), server)  # type: ignore[abstract]
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(Fleet(), server)  # type: ignore[abstract]
     port = server.add_insecure_port("127.0.0.1:0")
@@ -316,3 +317,8 @@ async def test_bound_tokens_are_read_again(tmp_path: Path) -> None:
     write(file, "# nobody\n")
     assert known("second", "b-1")[0] is None
     assert not auth.open
+
+
+def test_a_folder_of_tokens_that_is_not_there_is_not_one_without_tokens(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"POINTSMAN_TOKEN_DIR {tmp_path}/absent: there is no such folder"):
+        TokenInterceptor(Tokens(token_dir=tmp_path / "absent"))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import re
 import subprocess
 import sys
+
+import pytest
 
 CODE = """
 import sys
@@ -27,3 +32,27 @@ def test_a_line_is_one_write() -> None:
     lines = output.splitlines()
     assert len(lines) == 2
     assert all(line.endswith("}\\n'") for line in lines)
+    assert all(
+        re.match(r"""'{"timestamp": "[^"]*", "level": "info", "service": "service", "event": "(one|two)"}""", line)
+        for line in lines
+    )
+
+
+@pytest.mark.parametrize(("variables", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_on_a_terminal_a_line_is_time_level_event_and_fields(
+    variables: dict[str, str], coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    code = CODE.replace("return False", "return True").replace('"one"', '"one", engine="http://e:1"')
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **variables},
+    )
+    first, _ = map(ast.literal_eval, done.stdout.splitlines())
+    assert ("\x1b[" in first) is coloured
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", first)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d \[info +\] one +engine=http://e:1 service=service\n", plain)

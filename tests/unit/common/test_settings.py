@@ -11,7 +11,7 @@ from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from typer.testing import CliRunner, Result
 
-from pointsman_common.io.settings import Entries, InvalidSetting, Tokens, add_settings_command
+from pointsman_common.io.settings import Entries, InvalidSetting, Tokens, add_settings_command, reason_with_setting
 from pointsman_common.io.tls import TlsSettings
 
 
@@ -238,3 +238,18 @@ def test_what_must_be_given_is_named_as_a_flag_with_what_it_is(monkeypatch: pyte
         done.output
         == "pointsman given: --engine-url (or POINTSMAN_GIVEN_ENGINE_URL) must be given: where the engine is\n"
     )
+
+
+def test_a_file_that_cannot_be_used_is_told_with_its_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Files(BaseSettings):
+        model_config = SettingsConfigDict(env_prefix="POINTSMAN_FILES_")
+        keys_file: Path | None = None
+
+    absent = tmp_path / "absent"
+    with pytest.raises(FileNotFoundError) as error:
+        absent.read_text()
+    said = f"--keys-file {absent}: No such file or directory"
+    assert reason_with_setting(error.value, Files(keys_file=absent)) == said
+    monkeypatch.setenv("POINTSMAN_FILES_KEYS_FILE", str(absent))
+    assert reason_with_setting(error.value, Files()) == said.replace("--keys-file", "POINTSMAN_FILES_KEYS_FILE")
+    assert reason_with_setting(ValueError("x"), Files()) == "x"

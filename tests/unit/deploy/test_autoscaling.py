@@ -117,7 +117,7 @@ def test_queries_are_understood_and_ask_for_what_the_router_tells() -> None:
     hpa = scaler(check_deploy.render(OVERLAYS / "single-node", "autoscaling-hpa"), "autoscaling-hpa")
     assert hpa["spec"]["metrics"][0]["external"]["metric"]["name"] == METRIC
     fleet, telemetry = state(), EventMetrics()
-    telemetry.registry.register(StateCollector(fleet, lambda: True, lambda: 0.0))
+    telemetry.registry.register(StateCollector(fleet, lambda: True, clock=lambda: 0.0))
     join(fleet, "a", 1)
     assert f'{METRIC}{{model="m",' in generate_latest(telemetry.registry).decode()
 

@@ -26,6 +26,19 @@ def finished(outcome: str = "OK", **changes: Any) -> Finished:
     return Finished("r", outcome, **changes)
 
 
+def test_what_a_request_s_own_slices_computed_is_no_hit() -> None:
+    """Neither as predicted nor as reported. Of a gateway that does not tell it nothing is compared."""
+    outcomes = OutcomeStats()
+    slices = replace(decision(30_000).result, steps=(decision(1).result.steps[0],) * 2)
+    first = replace(decision(30_000), result=slices)
+    told = finished(cached_tokens=29_984, own_cached_tokens=29_984)
+    outcomes.add(first, "OK", told)
+    outcomes.add(replace(decision(30_000, 20_000), previous_id="d-0"), "OK", told)
+    outcomes.add(first, "OK", finished(cached_tokens=29_984))
+    assert (outcomes.total.reported, outcomes.total.reported_input_tokens) == (1, 30_000)
+    assert (outcomes.total.predicted_cached_tokens, outcomes.total.reported_cached_tokens) == (0, 0)
+
+
 def test_decisions_are_grouped_and_counted() -> None:
     outcomes = OutcomeStats()
     outcomes.add(decision(30_000, 10_000), "OK", finished(cached_tokens=8_000, timings_ms={"first_token": 500.0}))

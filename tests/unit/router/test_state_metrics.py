@@ -39,7 +39,7 @@ def at(samples: Told, name: str, **labels: str) -> float:
 
 def with_state(state_: RouterState, now: float = 0.0) -> EventMetrics:
     telemetry = EventMetrics()
-    telemetry.registry.register(StateCollector(state_, lambda: True, lambda: now))
+    telemetry.registry.register(StateCollector(state_, lambda: True, clock=lambda: now))
     return telemetry
 
 

@@ -120,6 +120,87 @@ TIER_STORAGE: Tier.ValueType  # 3
 Global___Tier: _TypeAlias = Tier  # noqa: Y015
 
 @_typing.final
+class ReportAbsentEnginesRequest(_message.Message):
+    """Request of ReportAbsentEngines."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_ID_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
+    agent_id: _builtins.str
+    """Name of the agent process, as in Hello."""
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbsentEngine]:
+        """All of the agent's engines without an instance. They replace those of the agent's previous call. At most 1,000; the router
+        ignores the rest.
+        """
+
+    def __init__(
+        self,
+        *,
+        agent_id: _builtins.str = ...,
+        engines: _abc.Iterable[Global___AbsentEngine] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "engines", b"engines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportAbsentEnginesRequest: _TypeAlias = ReportAbsentEnginesRequest  # noqa: Y015
+
+@_typing.final
+class ReportAbsentEnginesResponse(_message.Message):
+    """Response of ReportAbsentEngines. Empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportAbsentEnginesResponse: _TypeAlias = ReportAbsentEnginesResponse  # noqa: Y015
+
+@_typing.final
+class AbsentEngine(_message.Message):
+    """An engine that an agent is set to follow and that has no instance."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """Id that the engine's instance would have, without a rank."""
+    url: _builtins.str
+    """Base URL at which the agent looks for the engine."""
+    problem: _builtins.str
+    """Why there is no instance, for people."""
+    node: _builtins.str
+    """Host name of the agent's node."""
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        url: _builtins.str = ...,
+        problem: _builtins.str = ...,
+        node: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "node", b"node", "problem", b"problem", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbsentEngine: _TypeAlias = AbsentEngine  # noqa: Y015
+
+@_typing.final
 class ReportRequest(_message.Message):
     """A message of an agent."""
 

@@ -40,6 +40,11 @@ class AgentServiceStub:
                 request_serializer=pointsman_dot_agent_dot_v1_dot_agent__pb2.ReportRequest.SerializeToString,
                 response_deserializer=pointsman_dot_agent_dot_v1_dot_agent__pb2.ReportResponse.FromString,
                 _registered_method=True)
+        self.ReportAbsentEngines = channel.unary_unary(
+                '/pointsman.agent.v1.AgentService/ReportAbsentEngines',
+                request_serializer=pointsman_dot_agent_dot_v1_dot_agent__pb2.ReportAbsentEnginesRequest.SerializeToString,
+                response_deserializer=pointsman_dot_agent_dot_v1_dot_agent__pb2.ReportAbsentEnginesResponse.FromString,
+                _registered_method=True)
 
 
 class AgentServiceServicer:
@@ -65,6 +70,16 @@ class AgentServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportAbsentEngines(self, request, context):
+        """Reports the engines that an agent is set to follow and that have no instance: they have not answered yet, no longer answer, or
+        cannot be described. A router shows them to operators and places nothing by them. An agent calls it when they change, and
+        again every few seconds while there are any; a router forgets them after 15 s. A router of an earlier version answers
+        UNIMPLEMENTED. PERMISSION_DENIED if the token does not permit reports of one of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AgentServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -72,6 +87,11 @@ def add_AgentServiceServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=pointsman_dot_agent_dot_v1_dot_agent__pb2.ReportRequest.FromString,
                     response_serializer=pointsman_dot_agent_dot_v1_dot_agent__pb2.ReportResponse.SerializeToString,
+            ),
+            'ReportAbsentEngines': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportAbsentEngines,
+                    request_deserializer=pointsman_dot_agent_dot_v1_dot_agent__pb2.ReportAbsentEnginesRequest.FromString,
+                    response_serializer=pointsman_dot_agent_dot_v1_dot_agent__pb2.ReportAbsentEnginesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -102,6 +122,33 @@ class AgentService:
             '/pointsman.agent.v1.AgentService/Report',
             pointsman_dot_agent_dot_v1_dot_agent__pb2.ReportRequest.SerializeToString,
             pointsman_dot_agent_dot_v1_dot_agent__pb2.ReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportAbsentEngines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pointsman.agent.v1.AgentService/ReportAbsentEngines',
+            pointsman_dot_agent_dot_v1_dot_agent__pb2.ReportAbsentEnginesRequest.SerializeToString,
+            pointsman_dot_agent_dot_v1_dot_agent__pb2.ReportAbsentEnginesResponse.FromString,
             options,
             channel_credentials,
             insecure,

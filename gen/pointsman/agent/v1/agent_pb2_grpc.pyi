@@ -48,6 +48,12 @@ class AgentServiceStub:
      - UNAVAILABLE if the router stops.
      - UNAUTHENTICATED without a valid token; PERMISSION_DENIED if the token does not permit reports of this instance.
     """
+    ReportAbsentEngines: _grpc.UnaryUnaryMultiCallable[_agent_pb2.ReportAbsentEnginesRequest, _agent_pb2.ReportAbsentEnginesResponse]
+    """Reports the engines that an agent is set to follow and that have no instance: they have not answered yet, no longer answer, or
+    cannot be described. A router shows them to operators and places nothing by them. An agent calls it when they change, and
+    again every few seconds while there are any; a router forgets them after 15 s. A router of an earlier version answers
+    UNIMPLEMENTED. PERMISSION_DENIED if the token does not permit reports of one of them.
+    """
 
 @_typing.type_check_only
 class AgentServiceAsyncStub(AgentServiceStub):
@@ -68,6 +74,12 @@ class AgentServiceAsyncStub(AgentServiceStub):
      - INVALID_ARGUMENT if the agent violates the protocol.
      - UNAVAILABLE if the router stops.
      - UNAUTHENTICATED without a valid token; PERMISSION_DENIED if the token does not permit reports of this instance.
+    """
+    ReportAbsentEngines: _aio.UnaryUnaryMultiCallable[_agent_pb2.ReportAbsentEnginesRequest, _agent_pb2.ReportAbsentEnginesResponse]  # type: ignore[assignment]
+    """Reports the engines that an agent is set to follow and that have no instance: they have not answered yet, no longer answer, or
+    cannot be described. A router shows them to operators and places nothing by them. An agent calls it when they change, and
+    again every few seconds while there are any; a router forgets them after 15 s. A router of an earlier version answers
+    UNIMPLEMENTED. PERMISSION_DENIED if the token does not permit reports of one of them.
     """
 
 class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -92,6 +104,18 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
          - INVALID_ARGUMENT if the agent violates the protocol.
          - UNAVAILABLE if the router stops.
          - UNAUTHENTICATED without a valid token; PERMISSION_DENIED if the token does not permit reports of this instance.
+        """
+
+    @_abc_1.abstractmethod
+    def ReportAbsentEngines(
+        self,
+        request: _agent_pb2.ReportAbsentEnginesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_agent_pb2.ReportAbsentEnginesResponse, _abc.Awaitable[_agent_pb2.ReportAbsentEnginesResponse]]:
+        """Reports the engines that an agent is set to follow and that have no instance: they have not answered yet, no longer answer, or
+        cannot be described. A router shows them to operators and places nothing by them. An agent calls it when they change, and
+        again every few seconds while there are any; a router forgets them after 15 s. A router of an earlier version answers
+        UNIMPLEMENTED. PERMISSION_DENIED if the token does not permit reports of one of them.
         """
 
 def add_AgentServiceServicer_to_server(servicer: AgentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

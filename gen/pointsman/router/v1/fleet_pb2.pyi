@@ -586,6 +586,7 @@ class ListInstancesResponse(_message.Message):
     HELD_REQUESTS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     POLICY_ETAG_FIELD_NUMBER: _builtins.int
+    ABSENT_ENGINES_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """Id of the replica that answers."""
     held_requests: _builtins.int
@@ -602,6 +603,12 @@ class ListInstancesResponse(_message.Message):
     def policy(self) -> Global___Policy:
         """The policy in force."""
 
+    @_builtins.property
+    def absent_engines(self) -> _containers.RepeatedCompositeFieldContainer[_agent_pb2.AbsentEngine]:
+        """Engines that agents are set to follow and that have no instance, ordered by URL. They are of no known model: only the first page
+        of a request for all models has them.
+        """
+
     def __init__(
         self,
         *,
@@ -611,10 +618,11 @@ class ListInstancesResponse(_message.Message):
         held_requests: _builtins.int = ...,
         next_page_token: _builtins.str = ...,
         policy_etag: _builtins.str = ...,
+        absent_engines: _abc.Iterable[_agent_pb2.AbsentEngine] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_requests", b"held_requests", "instances", b"instances", "next_page_token", b"next_page_token", "policy", b"policy", "policy_etag", b"policy_etag", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_engines", b"absent_engines", "held_requests", b"held_requests", "instances", b"instances", "next_page_token", b"next_page_token", "policy", b"policy", "policy_etag", b"policy_etag", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

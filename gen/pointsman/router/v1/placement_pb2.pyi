@@ -1309,6 +1309,7 @@ class Finished(_message.Message):
     CACHED_BY_TIER_FIELD_NUMBER: _builtins.int
     BROKE_FIELD_NUMBER: _builtins.int
     ALIKE_FIELD_NUMBER: _builtins.int
+    OWN_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     outcome: Global___Outcome.ValueType
@@ -1330,6 +1331,10 @@ class Finished(_message.Message):
     broke: _builtins.bool
     """Whether the instance broke the connection after it had received the request, which may be the fault of the request: it may
     have killed the engine.
+    """
+    own_cached_tokens: _builtins.int
+    """How many of cached_tokens earlier steps of the request have computed (slices of its prompt, or a prefill at another instance).
+    They are no cache hits. Absent if it is not known: gateways of earlier versions do not count them.
     """
     @_builtins.property
     def timings(self) -> Global___Timings:
@@ -1368,21 +1373,26 @@ class Finished(_message.Message):
         cached_by_tier: _abc.Iterable[Global___CachedTokens] | None = ...,
         broke: _builtins.bool = ...,
         alike: _abc.Iterable[_builtins.str] | None = ...,
+        own_cached_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_prompt_tokens", b"_prompt_tokens", "cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_own_cached_tokens", b"_own_cached_tokens", "_prompt_tokens", b"_prompt_tokens", "cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "own_cached_tokens", b"own_cached_tokens", "prompt_tokens", b"prompt_tokens", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_prompt_tokens", b"_prompt_tokens", "alike", b"alike", "broke", b"broke", "cached_by_tier", b"cached_by_tier", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "http_status", b"http_status", "outcome", b"outcome", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "refused", b"refused", "refused_by", b"refused_by", "request_id", b"request_id", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_own_cached_tokens", b"_own_cached_tokens", "_prompt_tokens", b"_prompt_tokens", "alike", b"alike", "broke", b"broke", "cached_by_tier", b"cached_by_tier", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "http_status", b"http_status", "outcome", b"outcome", "output_tokens", b"output_tokens", "own_cached_tokens", b"own_cached_tokens", "prompt_tokens", b"prompt_tokens", "refused", b"refused", "refused_by", b"refused_by", "request_id", b"request_id", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015
     _WhichOneofReturnType__output_tokens: _TypeAlias = _typing.Literal["output_tokens"]  # noqa: Y015
     _WhichOneofArgType__output_tokens: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__own_cached_tokens: _TypeAlias = _typing.Literal["own_cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__own_cached_tokens: _TypeAlias = _typing.Literal["_own_cached_tokens", b"_own_cached_tokens"]  # noqa: Y015
     _WhichOneofReturnType__prompt_tokens: _TypeAlias = _typing.Literal["prompt_tokens"]  # noqa: Y015
     _WhichOneofArgType__prompt_tokens: _TypeAlias = _typing.Literal["_prompt_tokens", b"_prompt_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_tokens) -> _WhichOneofReturnType__cached_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__output_tokens) -> _WhichOneofReturnType__output_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__own_cached_tokens) -> _WhichOneofReturnType__own_cached_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_tokens) -> _WhichOneofReturnType__prompt_tokens | None: ...
 

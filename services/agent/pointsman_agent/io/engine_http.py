@@ -235,8 +235,11 @@ class EngineProbe:
 
 
 def _refused(path: str, status: int) -> str:
-    hint = " (does engine_api_key fit the engine's --api-key?)" if status in (401, 403) else ""
-    return f"{path} answered {status}{hint}"
+    hints = {
+        **dict.fromkeys((401, 403), " (does engine_api_key fit the engine's --api-key?)"),
+        404: " (is this the base URL of a vLLM server, without /v1?)",
+    }
+    return f"{path} answered {status}{hints.get(status, '')}"
 
 
 def _failed(path: str, error: Exception) -> ProbeError:
@@ -244,8 +247,13 @@ def _failed(path: str, error: Exception) -> ProbeError:
         return ProbeError(
             f"{path}: the engine's certificate is not trusted ({error.certificate_error}): set engine_ca to its authority"
         )
-    refused = isinstance(error, aiohttp.ClientConnectorError) and error.errno == ECONNREFUSED
-    return ProbeError(f"{path}: {type(error).__name__} {error}".rstrip(), refused=refused)
+    if isinstance(error, aiohttp.ClientConnectorError):
+        if error.errno == ECONNREFUSED:
+            return ProbeError("connection refused", refused=True)
+        return ProbeError(f"cannot connect: {error.os_error.strerror or error.os_error}")
+    if isinstance(error, TimeoutError):
+        return ProbeError(f"{path}: no answer in time")
+    return ProbeError(f"{path}: {type(error).__name__} {error}".rstrip())
 
 
 def _url(base: str, path: str) -> Any:

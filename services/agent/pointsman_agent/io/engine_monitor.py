@@ -53,6 +53,7 @@ SERIES_INTERVAL_S = 3600.0
 # Why requests are not placed on an engine that lives and answers 503 to all of them.
 UNAVAILABLE = "its API answers 503 (its data-parallel ranks change, or it is paused)"
 NOT_READY = "its endpoint is not ready"
+NOT_SCRAPED = "not scraped yet"
 # Maximum wait of a scrape for the answer of GET /is_paused, s. A scheduler answers between two steps.
 PAUSE_ANSWER_S = 0.2
 
@@ -92,7 +93,7 @@ class EngineMonitor:
         self._ready = True
         # Number of failed scrapes in a row, and why the last one failed, or gave no instances.
         self._failures = 0
-        self._scrape_problem = "not scraped yet"
+        self._scrape_problem = NOT_SCRAPED
         # Why the engine refuses all requests, by what it answered last.
         self._unavailable = ""
         self._faults = WarningLimit(FAULT_INTERVAL_S)
@@ -152,6 +153,11 @@ class EngineMonitor:
     def healthy(self) -> bool:
         """Whether requests can be sent to the engine: it is described, lives, and is ready."""
         return bool(self.instances) and self._life.healthy and self._ready
+
+    @property
+    def absent(self) -> bool:
+        """Whether the engine has no instance, for another reason than that it has not been scraped yet."""
+        return not self.instances and self._scrape_problem != NOT_SCRAPED
 
     @property
     def problem(self) -> str:

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman_agent.core.cached_blocks import CachedBlocks
 from pointsman_agent.core.suspension import Reset
+from pointsman_agent.core.warning_limit import WarningLimit
 from pointsman_agent.io.kv_subscriber import KvEventSource, KvSubscriber
 from pointsman_agent.io.report_to_router import Reporter
 from pointsman_agent.io.state_file import SavedState, StateFile, restore_cached_blocks, to_saved_state
@@ -29,6 +30,8 @@ log = structlog.get_logger()
 # The pause after a save is this multiple of the save's duration, so that saving takes at most 1/200 of the time, but not longer
 # than MAX_PAUSE_S: a restarted agent replays what came since, of which engines keep 10,000 steps as documented.
 SAVE_SHARE, MAX_PAUSE_S = 200, 120.0
+# Minimum interval between two logged failures to save an instance's state, s.
+UNSAVED_INTERVAL_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class InstanceMonitor:
         self.subscriber: KvSubscriber | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._saving: asyncio.Future[bool] | None = None
+        self._unsaved = WarningLimit(UNSAVED_INTERVAL_S)
         self._saved: tuple[int, int] | None = None
         # How many resets events had told of when its cache was last known.
         self._resets_before = 0
@@ -313,7 +317,9 @@ class InstanceMonitor:
         try:
             self._file.save(state)
         except OSError as error:
-            self._log.error("the state cannot be saved", path=str(self._file.path), reason=str(error))
+            if times := self._unsaved.occurred(time.monotonic()):
+                reason = error.strerror or str(error)
+                self._log.error("the state cannot be saved", path=str(self._file.path), reason=reason, times=times)
             return False
         return True
 

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from pointsman_agent.core.engine_address import EngineAddress, parse_engine_address
 from pointsman_agent.core.engine_service import parse_engine_service
+from pointsman_agent.io.absent_engines import report_absent_engines
 from pointsman_agent.io.engine_monitor import EngineMonitor
 from pointsman_agent.io.engine_services import follow
 from pointsman_agent.io.gpu import GpuSampler
@@ -29,8 +30,9 @@ from pointsman_common.core.addresses import parse_address
 from pointsman_common.io.auth import showing
 from pointsman_common.io.channel import ReloadingChannel
 from pointsman_common.io.garbage import collect_garbage
+from pointsman_common.io.listen_errors import listening
 from pointsman_common.io.logs import configure_logs
-from pointsman_common.io.settings import Tokens
+from pointsman_common.io.settings import Tokens, reason_with_setting
 from pointsman_common.io.tls import TlsSettings, client_context
 
 log = structlog.get_logger()
@@ -48,11 +50,11 @@ def run(settings: AgentSettings) -> None:
         Tokens().of("agent")
         _engine_tls(settings)
     except (ValueError, OSError) as error:
-        raise SystemExit(f"pointsman agent: {error}") from None
+        raise SystemExit(f"pointsman agent: {reason_with_setting(error, settings, TlsSettings())}") from None
     try:
         asyncio.run(_until_signal(settings))
     except OSError as error:
-        raise SystemExit(f"pointsman agent: {error}") from None
+        raise SystemExit(f"pointsman agent: {reason_with_setting(error, settings, TlsSettings())}") from None
 
 
 async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
@@ -101,7 +103,8 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
 
     monitors = MonitoredEngines(monitor)
     if settings.metrics_listen:
-        await _serve_status(settings.metrics_listen, monitors.all, resources)
+        with listening(settings, "metrics_listen"):
+            await _serve_status(settings.metrics_listen, monitors.all, resources)
     log.info(
         "the agent has started",
         engines=[address.url for address in addresses],
@@ -115,8 +118,11 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
         asyncio.create_task(follow(service, partial(monitors.set_engines, str(service))), name=f"follow {service}")
         for service in map(parse_engine_service, settings.engine_services)
     ]
+    for router, channel in channels.items():
+        reporting = report_absent_engines(router, channel, metadata, agent_context.agent_id, monitors.all)
+        tasks.append(asyncio.create_task(reporting, name=f"absent engines to {router}"))
     if settings.step_loads_listen:
-        receiving = receive_step_loads(context, settings.step_loads_listen, monitors.all)
+        receiving = _receive_step_loads(context, settings, monitors.all)
         tasks.append(asyncio.create_task(receiving, name="step loads"))
     stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(monitors.failed())
     try:
@@ -131,6 +137,16 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
     for result in results:
         if isinstance(result, Exception):
             raise result
+
+
+async def _receive_step_loads(
+    context: zmq.asyncio.Context, settings: AgentSettings, monitors: Sequence[EngineMonitor]
+) -> None:
+    with listening(settings, "step_loads_listen"):
+        try:
+            await receive_step_loads(context, settings.step_loads_listen, monitors)
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, error.strerror) from None
 
 
 def _engine_tls(settings: AgentSettings) -> ssl.SSLContext | None:

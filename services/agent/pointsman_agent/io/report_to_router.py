@@ -37,6 +37,8 @@ REFUSED_RETRY_S = 30.0
 # agents that replaced each other without a pause would make the router drop and read all of the instance's keys ten times a
 # second. The interval is shorter than the time after which routers remove a lost instance, in case the other agent stops.
 DISPLACED_RETRY_S = 10.0
+# What a router says as it stops in order.
+STOPS = "the router is stopping"
 # Retry interval by the status code with which a router refuses an instance, s.
 _REFUSED_FOR = {
     grpc.StatusCode.FAILED_PRECONDITION: REFUSED_RETRY_S,
@@ -164,6 +166,8 @@ class Reporter:
             self.refusal = details or code.name
             return refused_s
         level = self._log.warning if self.connected else self._log.debug
+        if details == STOPS:
+            level = self._log.info
         level("the report stream broke", code=code.name, reason=details)
         return FIRST_RETRY_S if self.connected else slower_s
 

@@ -8,7 +8,6 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from pointsman_common.core.addresses import Address, parse_address
 from pointsman_common.io.reloading_file import ReloadingFile
 from pointsman_common.io.tls import TlsSettings
 
@@ -60,21 +59,10 @@ def open_channel(address: str, *, own_connection: bool = False) -> grpc.aio.Chan
     return grpc.aio.insecure_channel(address, options=options)
 
 
-def listen_on(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
-    """Let a server listen on "HOST:PORT", in plain text without `credentials`; return its port. Raises RuntimeError if the
-    address cannot be used."""
-    host, port = parse_address(address)
-    # gRPC takes [::] for all interfaces of both families, and of IPv4 alone where there is no IPv6.
-    address = str(Address(host or "::", port))
-    if credentials is None:
-        return server.add_insecure_port(address)
-    return server.add_secure_port(address, credentials)
-
-
 class ReloadingChannel:
-    """Starts streams to one router, each with the certificates that are in the files at its start.
+    """Starts calls to one router, each with the certificates that are in the files at its start.
 
-    Replaces a grpc.aio.Channel for services that have stream_stream methods only. Must be closed.
+    Replaces a grpc.aio.Channel for services with stream_stream and unary_unary methods. Must be closed.
     """
 
     def __init__(self, address: str) -> None:
@@ -85,6 +73,10 @@ class ReloadingChannel:
     def stream_stream(self, *method: Any, **how: Any) -> Any:
         """As grpc.aio.Channel.stream_stream; each stream starts on the newest channel."""
         return lambda *request, **call: self._newest().stream_stream(*method, **how)(*request, **call)
+
+    def unary_unary(self, *method: Any, **how: Any) -> Any:
+        """As grpc.aio.Channel.unary_unary; each call starts on the newest channel."""
+        return lambda *request, **call: self._newest().unary_unary(*method, **how)(*request, **call)
 
     async def close(self) -> None:
         """End all streams."""

@@ -1,10 +1,13 @@
-"""Sockets that are bound to an address: to reserve it, or to learn whether it is free."""
+"""Sockets that are bound to an address: to reserve it, to learn whether it is free, or for a gRPC server."""
 
 from __future__ import annotations
 
 import socket
 
-from pointsman_common.core.addresses import Address
+import grpc
+import grpc.aio
+
+from pointsman_common.core.addresses import Address, parse_address
 
 
 def bound_socket(address: Address, option: int = socket.SO_REUSEADDR) -> socket.socket:
@@ -21,3 +24,21 @@ def bound_socket(address: Address, option: int = socket.SO_REUSEADDR) -> socket.
         own.close()
         raise
     return own
+
+
+def listen_on(
+    server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None, *, shared: bool = False
+) -> int:
+    """Let a server listen on "HOST:PORT", in plain text without `credentials`; return its port. `shared`: other processes listen
+    there, too. Raises OSError if the address cannot be used."""
+    host, port = parse_address(address)
+    # gRPC itself gives no reason, and logs lines of its own.
+    bound_socket(Address(host, port), socket.SO_REUSEPORT if shared else socket.SO_REUSEADDR).close()
+    # gRPC takes [::] for all interfaces of both families, and of IPv4 alone where there is no IPv6.
+    address = str(Address(host or "::", port))
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise OSError(str(error)) from None

@@ -1,9 +1,10 @@
-"""Structured logs: one JSON object per line, or coloured text on a terminal. Never log prompts, tokens or secrets."""
+"""Structured logs: one JSON object per line, or text on a terminal. Never log prompts, tokens or secrets."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from typing import Any, TextIO, cast
 
@@ -11,17 +12,21 @@ import structlog
 
 
 def configure_logs(service: str, level: str = "info") -> None:
-    """Send logs of this process to stderr; each line has the field `service`. Lines are coloured if stderr is a terminal."""
-    renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
+    """Send logs of this process to stderr; each line has the field `service`. If stderr is a terminal, a line is text: time,
+    level, event, fields; coloured unless NO_COLOR is set."""
+    terminal = sys.stderr.isatty()
+    renderer: list[structlog.typing.Processor] = (
+        [structlog.dev.ConsoleRenderer(colors="NO_COLOR" not in os.environ, pad_event_to=0)]
+        if terminal
+        else [_in_order, structlog.processors.JSONRenderer()]
     )
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.TimeStamper(fmt="%H:%M:%S" if terminal else "iso", utc=not terminal),
             structlog.processors.format_exc_info,
-            renderer,
+            *renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         # Writes each line by one call, so that lines of processes that share a file do not mix.
@@ -29,6 +34,12 @@ def configure_logs(service: str, level: str = "info") -> None:
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service)
+
+
+def _in_order(_: object, __: str, fields: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Return the fields with those first that each line has."""
+    first = {name: fields[name] for name in ("timestamp", "level", "service", "event") if name in fields}
+    return first | dict(fields)
 
 
 class _Losing:

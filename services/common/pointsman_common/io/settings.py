@@ -7,7 +7,7 @@ import difflib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 from urllib.parse import urlsplit
@@ -99,6 +99,9 @@ class Tokens(BaseSettings):
         A file in token_dir takes precedence over the environment. Raises OSError and ValueError, with the file's name, if the
         file cannot be used.
         """
+        # Without tokens everybody is let in, so a folder that is not there must not count as one without tokens.
+        if self.token_dir is not None and not self.token_dir.is_dir():
+            raise ValueError(f"POINTSMAN_TOKEN_DIR {self.token_dir}: there is no such folder")
         secret: SecretStr = getattr(self, f"{role}_token")
         file = None if self.token_dir is None else self.token_dir / role
         return RoleTokens(file if file is not None and file.is_file() else None, secret.get_secret_value())
@@ -160,9 +163,10 @@ _SERVICE_LINK = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_(TCP
 class InvalidSetting(Exception):
     """A value of a settings class that only a command finds unusable. Ends the command as a value that the class refuses."""
 
-    def __init__(self, settings: BaseSettings, field: str, message: str) -> None:
+    def __init__(self, settings: BaseSettings | type[BaseSettings], field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
-        self.kind, self.field, self.message = type(settings), field, message
+        self.kind = settings if isinstance(settings, type) else type(settings)
+        self.field, self.message = field, message
 
 
 _METAVARS = {int: "INT", float: "FLOAT", Path: "PATH"}
@@ -189,7 +193,9 @@ def add_settings_command(
             run(load_settings(f"{program} {name}", settings, **set_fields))
         except InvalidSetting as invalid:
             flags = set_fields if invalid.kind is settings else {}
-            typer.echo(f"{program} {name}: {_holder(invalid.kind, invalid.field, flags)}: {invalid.message}", err=True)
+            typer.echo(
+                f"{program} {name}: {holder_of(invalid.kind, invalid.field, flags)}: {invalid.message}", err=True
+            )
             raise typer.Exit(2) from None
 
     flags = {key: _flag_type(field) for key, field in settings.model_fields.items()}
@@ -218,7 +224,7 @@ def load_settings(command: str, settings: type[S], **given: Any) -> S:
     except SettingsError as unreadable:
         # Its message names the field alone.
         field = re.findall(r'field "(\w+)"', str(unreadable))
-        message = f"{_holder(settings, field[0], {})}: no JSON text" if field else unreadable
+        message = f"{holder_of(settings, field[0])}: no JSON text" if field else unreadable
         typer.echo(f"{command}: {message}", err=True)
         raise typer.Exit(2) from None
 
@@ -231,13 +237,28 @@ def _invalid(settings: type[BaseSettings], error: ErrorDetails, flags: Mapping[s
     if error["type"] == "missing" and not below:
         flag, variable = _flag(settings, name), _variable(settings, name)
         return f"{flag} (or {variable}) must be given: {settings.model_fields[name].description}"
-    return f"{'.'.join([_holder(settings, name, flags), *below])}: {error['msg']}"
+    return f"{'.'.join([holder_of(settings, name, flags), *below])}: {error['msg'].removeprefix('Value error, ')}"
 
 
-def _holder(settings: type[BaseSettings], name: str, flags: Mapping[str, Any]) -> str:
-    """Return what holds the value of a field: its variable, if that is set and the flag is not among `flags`, else its flag."""
-    variable = _variable(settings, name)
-    return variable if name not in flags and variable in map(str.upper, os.environ) else _flag(settings, name)
+def holder_of(settings: type[BaseSettings], name: str, flags: Collection[str] = ()) -> str:
+    """Return what holds the value of a field: its variable, if that is set and the flag is not among `flags`, else its flag.
+    `settings.OTHER_VARIABLES`, if there is one: a further variable of each field, which counts without the first."""
+    others: Mapping[str, str] = getattr(settings, "OTHER_VARIABLES", {})
+    present = set(map(str.upper, os.environ))
+    for variable in (_variable(settings, name), others.get(name, "")):
+        if name not in flags and variable in present:
+            return variable
+    return _flag(settings, name)
+
+
+def reason_with_setting(error: Exception, *settings: BaseSettings) -> str:
+    """Return an error's text; that of an OSError with the setting that names its file, if one of `settings` does."""
+    if isinstance(error, OSError) and isinstance(error.filename, str) and error.strerror:
+        for of in settings:
+            for name in type(of).model_fields:
+                if str(getattr(of, name)) == error.filename:
+                    return f"{holder_of(type(of), name)} {error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _flag(settings: type[BaseSettings], name: str) -> str:

@@ -22,7 +22,9 @@ from pointsman_common.core.addresses import parse_address
 from pointsman_common.io import event_loop
 from pointsman_common.io.auth import is_loopback
 from pointsman_common.io.channel import open_channel
+from pointsman_common.io.listen_errors import listening
 from pointsman_common.io.logs import configure_logs
+from pointsman_common.io.settings import reason_with_setting
 from pointsman_common.io.tls import server_context, server_credentials
 from pointsman_gateway.io.http.client_connection import LINGER_S
 from pointsman_gateway.io.http.server import Server
@@ -90,9 +92,12 @@ async def serving(
                     while not gateway.usable:  # noqa: ASYNC110
                         await asyncio.sleep(0.05)
         tls = _tls(settings)
-        bound = await server.start(parse_address(settings.listen), reuse_port=siblings is not None, tls=tls)
+        with listening(settings, "listen"):
+            bound = await server.start(parse_address(settings.listen), reuse_port=siblings is not None, tls=tls)
         if proxies is not None:
-            await proxies.start(settings.ext_proc_listen, _ext_proc_credentials(settings))
+            credentials = _ext_proc_credentials(settings)
+            with listening(settings, "ext_proc_listen"):
+                await proxies.start(settings.ext_proc_listen, credentials)
             gateway.ext_proc_port, gateway.proxy_streams = proxies.port, proxies.open
             log.info("gateway serves proxies", port=proxies.port)
         yield gateway, f"http{'s' if tls else ''}://{bound}"
@@ -159,7 +164,7 @@ async def serve(
             gateway, url = await stack.enter_async_context(serving(settings, siblings, hurry, dial))
         except (OSError, ValueError) as error:
             # An address in use or an unusable keys file is the operator's to mend: a message, not a traceback.
-            raise SystemExit(f"pointsman gateway: {error}") from None
+            raise SystemExit(f"pointsman gateway: {reason_with_setting(error, settings)}") from None
         keys = gateway.keys_needed
         log.info("gateway serves", url=url, gateway_id=settings.gateway_id, keys=keys)
         listens = filter(None, (settings.listen, settings.ext_proc_listen))

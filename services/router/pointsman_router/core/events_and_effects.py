@@ -155,6 +155,15 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
     # The instances that failed as this one did with the same request, which is therefore at fault.
     alike: tuple[str, ...] = ()
     inferred: bool = False  # whether no gateway has reported the end
+    # Of cached_tokens, those that earlier steps of the request have computed; None if the gateway does not count them.
+    own_cached_tokens: int | None = None
+
+    def cache_hits(self, *, one_step: bool) -> int | None:
+        """Return how many prompt tokens were cached without the request's own steps; None if unknown. `one_step`: there were no
+        earlier steps."""
+        if self.cached_tokens is None or (self.own_cached_tokens is None and not one_step):
+            return None
+        return max(self.cached_tokens - (self.own_cached_tokens or 0), 0)
 
 
 class Heard(msgspec.Struct, frozen=True, gc=False):

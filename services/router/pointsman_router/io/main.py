@@ -20,12 +20,14 @@ from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placem
 from pointsman_common.core.addresses import Address, parse_address
 from pointsman_common.io import event_loop
 from pointsman_common.io.auth import TokenInterceptor, is_loopback
-from pointsman_common.io.channel import SERVER_OPTIONS, listen_on
+from pointsman_common.io.channel import SERVER_OPTIONS
 from pointsman_common.io.garbage import collect_garbage
+from pointsman_common.io.listen_errors import listening
+from pointsman_common.io.listening import listen_on
 from pointsman_common.io.local_calls import LocalServer
 from pointsman_common.io.logs import configure_logs
 from pointsman_common.io.metrics_page import metrics_page
-from pointsman_common.io.settings import Tokens
+from pointsman_common.io.settings import Tokens, reason_with_setting
 from pointsman_common.io.tls import TlsSettings
 from pointsman_router.core.policy.registry import POLICIES, Policies
 from pointsman_router.io.console.console import Console
@@ -87,8 +89,9 @@ class RouterServer:
         self.port = 0
 
     async def start(self) -> None:
-        """Start all servers and the router's background work. Raises OSError or RuntimeError if an address is in use."""
-        self.port = listen_on(self._server, self.settings.listen, self._credentials)
+        """Start all servers and the router's background work. Raises OSError if an address is in use."""
+        with listening(self.settings, "listen"):
+            self.port = listen_on(self._server, self.settings.listen, self._credentials)
         self.router.store.address = self.settings.advertise or _reachable(self.settings.listen, self.port)
         await self._server.start()
         for service in (AGENT_SERVICE, FLEET_SERVICE):
@@ -98,7 +101,8 @@ class RouterServer:
         if self.settings.metrics_listen:
             await self._start_metrics()
         if self.console is not None:
-            await self.console.start()
+            with listening(self.settings, "console_listen"):
+                await self.console.start()
             reached = _reachable(self.settings.console_listen, self.console.port)
             self.router.console_url = self.settings.console_advertise or f"{self.console.scheme}://{reached}"
             log.info("console is listening", address=self.console.address)
@@ -147,7 +151,8 @@ class RouterServer:
         app.add_routes([web.get("/metrics", metrics), web.get("/health", healthy)])
         self._web = web.AppRunner(app, access_log=None)
         await self._web.setup()
-        await web.TCPSite(self._web, *parse_address(self.settings.metrics_listen).to_listen).start()
+        with listening(self.settings, "metrics_listen"):
+            await web.TCPSite(self._web, *parse_address(self.settings.metrics_listen).to_listen).start()
 
 
 def _reachable(listen: str, port: int) -> str:
@@ -163,7 +168,7 @@ def run(settings: RouterSettings, policies: Policies = POLICIES) -> None:
     try:
         event_loop.run(_run(settings, policies))
     except (ValueError, OSError, RuntimeError) as error:
-        sys.exit(f"pointsman router: {error}")
+        sys.exit(f"pointsman router: {reason_with_setting(error, settings, TlsSettings())}")
 
 
 async def _run(settings: RouterSettings, policies: Policies) -> None:

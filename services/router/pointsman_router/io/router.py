@@ -23,6 +23,7 @@ from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.admission.session_admission import AdmissionSettings
 from pointsman_router.core.gateway_claims import GatewayClaims
 from pointsman_router.core.history.fleet_history import FleetHistory
+from pointsman_router.core.instances.absent_engines import AbsentEngine, AbsentEngines
 from pointsman_router.core.instances.engine_life import LifeSettings
 from pointsman_router.core.instances.instance_orders import OrderChange
 from pointsman_router.core.instances.saturation import SaturationLimits
@@ -164,6 +165,7 @@ class Router:
         # When another policy began to decide for a pool, unix s; the latest last.
         self.policy_changes: deque[tuple[float, ev.PolicyTaken]] = deque(maxlen=MAX_POLICY_CHANGES)
         self.agents: dict[int, AgentStream] = {}
+        self.absent_engines = AbsentEngines()
         self.gateways: dict[str, GatewayStream] = {}
         self.gateway_claims = GatewayClaims(settings.gateway_lease_s)
         self.key_limit_accounts = KeyLimitAccounts()
@@ -199,7 +201,7 @@ class Router:
         self.store.on_operator_config = self._take_operator_config
         self.console_url = ""
         self.started_at = time.time()
-        self.telemetry.registry.register(StateCollector(self.state, lambda: self._ready))
+        self.telemetry.registry.register(StateCollector(self.state, lambda: self._ready, self.absent))
         self.telemetry.lost_replicas.set_function(lambda: len(self.store.lost_replicas()))
         self.telemetry.accounted_keys.set_function(lambda: len(self.key_limit_accounts))
 
@@ -293,6 +295,11 @@ class Router:
             tasks.create_task(self.store.run())
             tasks.create_task(self._ticks())
             tasks.create_task(keep_history(self.state, lambda: self.history))
+
+    def absent(self) -> list[AbsentEngine]:
+        """Return the engines that agents are set to follow and that have no instance, ordered by URL."""
+        instance_ids = (record.info.instance_id for record in self.state.instances.records())
+        return self.absent_engines.beside(instance_ids, time.monotonic())
 
     def submit(self, event: ev.Event) -> list[ev.Effect]:
         """Apply an event to the state, carry out its effects, and return them."""

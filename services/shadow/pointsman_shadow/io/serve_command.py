@@ -16,6 +16,7 @@ import typer
 import uvloop
 
 from pointsman_common.core.addresses import parse_address
+from pointsman_common.io.listen_errors import listening
 from pointsman_common.io.logs import configure_logs
 from pointsman_gateway.core.http_message import Headers
 from pointsman_gateway.io.http.server import Server
@@ -220,7 +221,8 @@ async def _serve(settings: ServeSettings) -> None:
     try:
         shadow = ShadowService(settings)
         server = Server(shadow.handler, ServerLimits(settings.max_body_bytes, BACKLOG_BYTES))
-        bound = await server.start(parse_address(settings.listen))
+        with listening(settings, "listen"):
+            bound = await server.start(parse_address(settings.listen))
     except (OSError, ValueError, TokenizerNotFound) as error:
         raise SystemExit(f"pointsman shadow serve: {error}") from None
     typer.echo(f"send mirrored requests to http://{bound}")

@@ -32,6 +32,7 @@ class Attempt:
     step_runs: list[StepRun] = field(default_factory=list)
     fallback: str = ""
     usage: Usage = field(default_factory=Usage)
+    own_cached: int = 0  # of the usage's cached tokens, those that earlier steps of the request have computed
     continues: int = 0
 
     def begin_placement(self, attempt_id: str, now: float) -> None:
@@ -49,6 +50,11 @@ class Attempt:
         """Record the end of the newest step, and how it failed ("": it did not). Mutates."""
         self.fallback = error or self.fallback
         self.step_runs[-1].ended_at, self.step_runs[-1].error = now, error
+
+    @property
+    def cache_hits(self) -> int:
+        """Number of prompt tokens that were cached without the request's own steps; 0 if the engine did not report it."""
+        return (self.usage.cached or 0) - self.own_cached
 
     @property
     def placed_at(self) -> float:

@@ -32,6 +32,7 @@ class AttemptBreakdown(RequestTiming, kw_only=True, omit_defaults=True):
     predicted_cached_tokens: int = 0
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    own_cached_tokens: int = 0  # of cached_tokens, those that the request's own steps computed
     output_tokens: int | None = None
     finish_reason: str = ""
 
@@ -49,6 +50,7 @@ def finished(
         prompt_tokens=None if usage.prompt is None else usage.prompt + before,
         # Of several sequences engines tell the cached tokens of one, which may include what another has just computed.
         cached_tokens=usage.cached if context.call.sequences == 1 else None,
+        own_cached_tokens=None if usage.cached is None or context.call.sequences > 1 else attempt.own_cached,
         output_tokens=None if usage.output is None else max(usage.output - before, 0),
         error=effect.error,
         http_status=status,
@@ -97,6 +99,7 @@ def breakdown(
         predicted_cached_tokens=last.cached_tokens if last is not None else 0,
         prompt_tokens=attempt.usage.prompt,
         cached_tokens=attempt.usage.cached,
+        own_cached_tokens=attempt.own_cached,
         output_tokens=attempt.usage.output,
         finish_reason=attempt.usage.finish_reason,
         t_recv=at(context.received_at),

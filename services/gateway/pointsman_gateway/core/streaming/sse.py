@@ -42,8 +42,8 @@ class SseFilter:
     """Selects the bytes of a stream that are sent to the client.
 
     Only whole events are sent, so that an error event can follow whenever the instance fails. Except for errors, the events are
-    byte for byte the instance's. `hide_usage` drops events that have usage and no choices. The filter keeps the tail of the
-    stream, from which its end and usage are read.
+    byte for byte the instance's, but for those with usage if there is `correct_usage`. `hide_usage` drops events that have usage
+    and no choices. The filter keeps the tail of the stream, from which its end and usage are read.
 
     With `tells` the instance may tell the token ids of its events in comments (id_comments.py), which are not sent. They are
     collected in `record` if another instance can go on with the answer, else it is None. Beyond `record_limit` bytes it asks
@@ -60,6 +60,7 @@ class SseFilter:
         "_keeps",
         "_passed",
         "_tail",
+        "correct_usage",
         "count",
         "mid_event",
         "more",
@@ -77,6 +78,7 @@ class SseFilter:
         self.more: Callable[[int], bool] = bool
         self.texts: bytearray | None = None
         self.texts_limit = 0
+        self.correct_usage: Callable[[bytes], bytes] | None = None
         self._cut = False  # nothing more is sent of this instance's answer
         self.count = 0  # events with data, including dropped ones
         self.mid_event = False  # part of an event has been sent, but not its end
@@ -230,8 +232,11 @@ class SseFilter:
             self._tail.add(self._passed)
             self._passed = b""
         self._tail.add(piece)
-        if self._hide_usage and b'"usage"' in piece:
-            return _without_usage(piece)
+        if b'"usage"' in piece:
+            if self._hide_usage:
+                piece = _without_usage(piece)
+            if self.correct_usage is not None:
+                piece = self.correct_usage(piece)
         return piece
 
     def _without_errors(self, events: list[bytes], mid_event: bool) -> bytes:

@@ -138,8 +138,9 @@ class RemotePrefill:
         self._planned: tuple[Target, ...] = ()
         self._fetcher: Target | None = None  # the instance that has, or may have, the request that fetches the KV
 
-    async def prefill(self, step: StepAssigned) -> None:
-        """Make the step's instance compute the prompt's KV and keep it for the step's `kv_target`. Raises TransferError."""
+    async def prefill(self, step: StepAssigned) -> bytes:
+        """Make the step's instance compute the prompt's KV and keep it for the step's `kv_target`; return its answer. Raises
+        TransferError."""
         source = step.target
         assert step.kv_target is not None, "a prefill for another instance"
         self.attempt_ended()
@@ -148,11 +149,14 @@ class RemotePrefill:
             raise kv.TransferError("the instances have no common KV transfer protocol")
         self._check_allowed()
         if source.kv_protocol == kv.NIXL:
-            self._transfer = kv.nixl_fetch(await self._post(step, nixl_send()))
-            return
+            answer = await self._post(step, nixl_send())
+            self._transfer = kv.nixl_fetch(answer)
+            return answer
         agreed = await self._agree(source, step.attempt_id)
-        kv.check_prefilled(await self._post(step, mooncake_send(agreed.transfer_id)))
+        answer = await self._post(step, mooncake_send(agreed.transfer_id))
+        kv.check_prefilled(answer)
         self._transfer = _fetch(agreed)
+        return answer
 
     async def pull(self, step: StepAssigned, *, early: bool) -> None:
         """Make the step's instance fetch the KV; `early`: while P still computes it. Raises TransferError."""

@@ -11,7 +11,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pointsman.gateway.v1 import ext_proc_pb2 as pb
-from pointsman_common.io.channel import SERVER_OPTIONS, listen_on
+from pointsman_common.io.channel import SERVER_OPTIONS
+from pointsman_common.io.listening import listen_on
 from pointsman_gateway.io.ext_proc.proxy_stream import Context, ProxyStream, Streams
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -31,6 +32,7 @@ class ExtProcServer:
     def __init__(self, streams: Streams, usable: Callable[[], bool], *, reuse_port: bool = False) -> None:
         """`usable`: whether requests can be placed. `reuse_port`: several processes share the address."""
         self._streams = streams
+        self._shared = reuse_port
         # Of two options with one name gRPC takes the first.
         own = [("grpc.so_reuseport", int(reuse_port)), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
         self._server = grpc.aio.server(options=[*own, *SERVER_OPTIONS])
@@ -51,10 +53,7 @@ class ExtProcServer:
 
     async def start(self, listen: str, credentials: grpc.ServerCredentials | None) -> None:
         """Listen on HOST:PORT. Raises OSError if the address cannot be used."""
-        try:
-            self.port = listen_on(self._server, listen, credentials)
-        except RuntimeError as error:
-            raise OSError(f"{listen} cannot be listened on: {error}") from None
+        self.port = listen_on(self._server, listen, credentials, shared=self._shared)
         await self._health.set("liveness", health_pb2.HealthCheckResponse.SERVING)
         self._watching = asyncio.create_task(self._watch())
         await self._server.start()

@@ -20,6 +20,7 @@ from pathlib import Path
 import structlog
 
 from pointsman_common.core.addresses import parse_address
+from pointsman_common.io.listen_errors import listening
 from pointsman_common.io.listening import bound_socket
 from pointsman_gateway.io.processes.sibling_processes import SiblingProcesses
 from pointsman_gateway.io.settings import GatewaySettings
@@ -37,7 +38,9 @@ def run_processes(settings: GatewaySettings, child: Child) -> None:
     stop, stopped = socket.socketpair()
     for stop_signal in (signal.SIGTERM, signal.SIGINT):
         signal.signal(stop_signal, lambda *_: stopped.send(b"."))
-    with tempfile.TemporaryDirectory(prefix="pointsman-gateway-") as folder, _reserved(settings.listen) as port:
+    with listening(settings, "listen"):
+        reserved = _reserved(settings.listen)
+    with tempfile.TemporaryDirectory(prefix="pointsman-gateway-") as folder, reserved as port:
         listen = parse_address(settings.listen)._replace(port=port.getsockname()[1])
         family = _ProcessGroup(settings, str(listen), Path(folder), child)
         for number in range(settings.processes):

@@ -315,7 +315,7 @@ class RequestRunner:
         # A request that no instance began to answer has no usage, whatever its rate limit was charged with.
         if attempt.first_byte_at or attempt.continues:
             self._usage.prompt_tokens, self._usage.completion_tokens = prompt, output
-            self._usage.cached_tokens = usage.cached or 0
+            self._usage.cached_tokens = attempt.cache_hits
         self._steps.attempt_ended()
         shared.router.finished(finished(attempt, effect, context, status, now))
         shared.telemetry.outcomes.labels(effect.outcome.name.lower()).inc()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from functools import partial
 
 from pointsman_gateway.core.api import ApiRequestError, Endpoint, begins_with_error, redact_error, was_aborted
 from pointsman_gateway.core.forwarded_headers import client_headers, error_headers
@@ -13,6 +14,7 @@ from pointsman_gateway.core.memory_budget import Holding
 from pointsman_gateway.core.request.attempt import Attempt
 from pointsman_gateway.core.request.continuation import ids_of, with_answer_record
 from pointsman_gateway.core.request.local_placement import fallbacks, unfit
+from pointsman_gateway.core.request.own_prefills import OwnPrefills
 from pointsman_gateway.core.request.placement_messages import target_of
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import (
@@ -37,7 +39,7 @@ from pointsman_gateway.core.request.transfer_params import (
 from pointsman_gateway.core.stored_responses import says_not_stored
 from pointsman_gateway.core.streaming.answer_form import begins_as_events, has_answer, has_json_form
 from pointsman_gateway.core.streaming.id_comments import without_comments
-from pointsman_gateway.core.streaming.parse_stream_end import StreamEnd, usage_of
+from pointsman_gateway.core.streaming.parse_stream_end import StreamEnd, Usage, usage_of
 from pointsman_gateway.core.streaming.rest_of_text import RestOfText
 from pointsman_gateway.core.streaming.sse import RECORD_STEP, RECORD_TOKEN_BYTES, SseFilter
 from pointsman_gateway.core.tokens.token_cache import TokenIds
@@ -93,6 +95,7 @@ class EngineSteps:
             lambda: [target_of(instance) for instance in context.state.pool.instances],
         )
         self._last_slice: tuple[str, int] | None = None  # instance id and end of the last slice, in tokens
+        self._own_prefills = OwnPrefills()
         self._upstream: UpstreamResponse | None = None
         # A proxy sends a request once, so its answer cannot go on elsewhere.
         self._tells = proxy is None and context.call.continuable and bool(shared.continuations.kept.limit)
@@ -202,12 +205,18 @@ class EngineSteps:
     async def prefill(self, step: StepAssigned) -> Event:
         """Execute a PREFILL step, whose KV is for the step's own instance or for another one."""
         try:
-            await (self._remote_prefill.prefill(step) if step.kv_target is not None else self._slice(step))
+            await (self._slice(step) if step.kv_target is None else self._prefill_for(step.kv_target, step))
         except TransferError as error:
             return PrefillEnded(str(error), error.instance_failed, error.refused, broke=error.broke)
         except UpstreamError as error:
             return PrefillEnded(error.text, error.instance_failed, error.refused, broke=error.broke)
         return PrefillEnded()
+
+    async def _prefill_for(self, other: Target, step: StepAssigned) -> None:
+        """Prefill the prompt at the step's instance for another one. Raises TransferError."""
+        self._own_prefills.begun(other.instance_id, step.prefill_tokens, step.cached_tokens)
+        answer = await self._remote_prefill.prefill(step)
+        self._own_prefills.ended(other.instance_id, step.prefill_tokens, 0, _cached(answer))
 
     async def _slice(self, step: StepAssigned) -> None:
         """Prefill the prompt's first tokens into the instance's own cache. Raises TransferError and UpstreamError."""
@@ -215,11 +224,15 @@ class EngineSteps:
         if context.ids is None or step.prefill_tokens > len(context.ids):
             raise TransferError("tokens unknown")
         path, body = slice_request(context.call, context.ids[: step.prefill_tokens].tolist())
+        instance_id, own = step.target.instance_id, self._own_prefills
+        computed = own.end(instance_id)
+        own.begun(instance_id, step.prefill_tokens, step.cached_tokens)
         answer = await self._shared.upstream.post_for_body(step.target, path, body, context.headers_of(step))
         if not has_json_form(answer):
             raise UpstreamError("an answer that is no JSON", 200)
-        before, self._last_slice = self._last_slice, (step.target.instance_id, step.prefill_tokens)
-        if before is not None and before[0] == step.target.instance_id and earlier_slices_evicted(answer, before[1]):
+        own.ended(instance_id, step.prefill_tokens, computed, _cached(answer))
+        before, self._last_slice = self._last_slice, (instance_id, step.prefill_tokens)
+        if before is not None and before[0] == instance_id and earlier_slices_evicted(answer, before[1]):
             raise TransferError("an earlier slice is not cached any more")
 
     async def pull(self, step: StepAssigned, *, early: bool) -> Event:
@@ -301,10 +314,12 @@ class EngineSteps:
                     headers = error_headers(answer.headers) | headers
                 else:
                     headers = client_headers(answer.headers) | headers
-                self.whole_response = Response(answer.status, body, headers)
                 if answer.status >= 400:
+                    self.whole_response = Response(answer.status, body, headers)
                     return ResponseRejected(answer.status)
-                attempt.usage = usage_of(body, call.endpoint)
+                self._record_usage(attempt, usage_of(body, call.endpoint))
+                body = self._own_prefills.corrected(step.target.instance_id, body)
+                self.whole_response = Response(answer.status, body, headers)
         except TransferError as error:
             return UpstreamFailed(str(error), 500)
         except OtherInstanceAnswered as other:
@@ -383,6 +398,8 @@ class EngineSteps:
         else:
             self._writer.begin(upstream.status, client_headers(upstream.headers) | headers, upstream)
         before = self._sse.count
+        corrected = partial(self._own_prefills.corrected, attempt.instance_id)
+        self._sse.correct_usage = corrected if self._own_prefills else None
         failed = UpstreamFailed("the stream ended early", upstream.status, broke=True)
         try:
             await relay_stream(upstream, events, self._writer)
@@ -426,9 +443,18 @@ class EngineSteps:
     def stream_end(self, attempt: Attempt) -> StreamEnd:
         """Return the end of the stream as far as it was relayed, and record its usage in the attempt."""
         stream_end = self._sse.stream_end()
-        attempt.usage = stream_end.usage
+        self._record_usage(attempt, stream_end.usage)
         return stream_end
+
+    def _record_usage(self, attempt: Attempt, usage: Usage) -> None:
+        attempt.usage = usage
+        attempt.own_cached = self._own_prefills.among(attempt.instance_id, usage.cached)
 
     def write_error_event(self) -> None:
         """End the client's stream with an error event."""
         self._writer.write(self._sse.failure_event())
+
+
+def _cached(answer: bytes) -> int:
+    """Return the cached tokens of the answer to a prefill. vLLM leaves their number out if it is 0."""
+    return usage_of(answer, Endpoint.COMPLETION).cached or 0

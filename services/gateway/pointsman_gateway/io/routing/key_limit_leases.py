@@ -144,7 +144,8 @@ class KeyLimitLeases:
         if accounted is not self._limiter.accounted:
             self._limiter.accounted = accounted
             self._on_accounted(accounted)
-            if not accounted:
+            # Without keys with limits there is nothing to account for, and a gateway that stops needs no lease.
+            if not accounted and self._task is not None and not self._task.done() and self._limited():
                 log.warning("no router accounts for keys' limits", gateways=self._limiter.gateways)
         if not accounted:
             self._release()

@@ -41,11 +41,13 @@ class OutcomeGroup:
         self.input_tokens += decision.request.input_tokens
         if finished is None:
             return
-        if finished.cached_tokens is not None:
+        # Of later parts of a plan the prediction has what earlier parts computed.
+        hits = None if decision.previous_id else finished.cache_hits(one_step=len(decision.result.steps) == 1)
+        if hits is not None:
             self.reported += 1
             self.reported_input_tokens += decision.request.input_tokens
             self.predicted_cached_tokens += decision.present_tokens
-            self.reported_cached_tokens += finished.cached_tokens
+            self.reported_cached_tokens += hits
         if first_ms := (finished.timings_ms or {}).get("first_token"):
             self.first_tokens_s.append(first_ms / 1e3)
 

@@ -36,15 +36,14 @@ class SessionTurns:
     def add(self, decision: Decision, finished: Finished | None) -> None:
         """Count one decision, with its gateway's report of the request's end (None: not yet). Mutates.
 
-        A request counts once, by the first part of its plan; placements after a failure do not count. If one instance computed
-        and answered the whole request, the cached tokens are the engine's figure. Of an offload or of slices this figure includes
-        what the plan itself computed there, so the predicted tokens are counted instead.
+        A request counts once, by the first part of its plan; placements after a failure do not count. The cached tokens are the
+        engine's figure without what the plan itself has computed, or those predicted where that is not known.
         """
         request = decision.request
         if decision.previous_id or request.exclude or not (turns := self._turns.get((decision.pool, request.session))):
             return
         whole = decision.mode == "COLOCATED" and decision.result.steps[-1].kind is StepKind.SERVE
-        reported = finished.cached_tokens if finished is not None and whole else None
+        reported = finished.cache_hits(one_step=whole) if finished is not None else None
         turns.turns += 1
         turns.input_tokens += request.input_tokens
         turns.cached_tokens += decision.cached_tokens if reported is None else min(reported, request.input_tokens)

@@ -62,10 +62,9 @@ class FleetHistory:
         """Count a request that ended as `finished` says after `decision`. Mutates."""
         first_ms = (finished.timings_ms or {}).get("first_token")
         ttft_s = first_ms / 1e3 if first_ms else math.nan
-        # An engine also counts tokens as cached that another engine computed for it.
-        alone = not decision.previous_id and len(decision.result.steps) == 1
-        tokens = decision.request.input_tokens if alone and finished.cached_tokens is not None else 0
-        cached = min(finished.cached_tokens or 0, tokens)
+        hits = finished.cache_hits(one_step=not decision.previous_id and len(decision.result.steps) == 1)
+        tokens = decision.request.input_tokens if hits is not None else 0
+        cached = min(hits or 0, tokens)
         self.total.ended(ttft_s, tokens, cached, now)
         if (pool := _row(self.pools, decision.pool, PoolRow, MAX_POOLS, now)) is not None:
             pool.ended(ttft_s, tokens, cached, now)

@@ -187,6 +187,7 @@ def finished(wire: placement_pb2.Finished) -> ev.Finished:
         cached_by_tier=_cached_by_tier(wire),
         broke=wire.broke,
         alike=tuple(dict.fromkeys(wire.alike)),
+        own_cached_tokens=wire.own_cached_tokens if wire.HasField("own_cached_tokens") else None,
     )
 
 
@@ -209,6 +210,7 @@ def finished_to_wire(done: ev.Finished) -> placement_pb2.Finished:
         refused_by=done.refused_by,
         broke=done.broke,
         alike=done.alike,
+        own_cached_tokens=done.own_cached_tokens,
         finish_reason=values(placement_pb2.FinishReason)[done.finish_reason],
         cached_by_tier=[
             placement_pb2.CachedTokens(tier=agent_pb2.Tier.ValueType(tier), tokens=tokens)

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -18,6 +18,7 @@ from pointsman_common.core.addresses import Address, address_of_url
 from pointsman_common.io.auth import credentials
 from pointsman_common.io.channel import END_OF_STREAM
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.absent_engines import MAX_ENGINES
 from pointsman_router.io.convert import instance_and_load_messages
 from pointsman_router.io.router import AgentStream, Router
 from pointsman_router.io.rpc.duplex_stream import run_duplex
@@ -37,7 +38,12 @@ def add_agent_service(service: AgentService, server: grpc.aio.Server) -> None:
     handlers = {
         "Report": grpc.stream_stream_rpc_method_handler(
             service.Report, response_serializer=agent_pb2.ReportResponse.SerializeToString
-        )
+        ),
+        "ReportAbsentEngines": grpc.unary_unary_rpc_method_handler(
+            service.ReportAbsentEngines,
+            request_deserializer=agent_pb2.ReportAbsentEnginesRequest.FromString,
+            response_serializer=agent_pb2.ReportAbsentEnginesResponse.SerializeToString,
+        ),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(AGENT_SERVICE, handlers),))
     # The generated code calls this method, but grpc's type stubs lack it.
@@ -75,6 +81,20 @@ class AgentService:
         for failure in ended:
             if isinstance(failure, Exception):
                 raise failure
+
+    async def ReportAbsentEngines(  # noqa: N802
+        self, request: agent_pb2.ReportAbsentEnginesRequest, context: Any
+    ) -> agent_pb2.ReportAbsentEnginesResponse:
+        """Note an agent's engines without an instance."""
+        shown, names = credentials(context)
+        engines = list(map(instance_and_load_messages.absent_engine, request.engines[:MAX_ENGINES]))
+        for engine in engines:
+            if not self._may_report(shown, names, engine.instance_id):
+                await context.abort(
+                    grpc.StatusCode.PERMISSION_DENIED, f"this agent may not report {engine.instance_id}"
+                )
+        self._router.absent_engines.reported(request.agent_id, engines, time.monotonic())
+        return agent_pb2.ReportAbsentEnginesResponse()
 
     async def _read(self, stream_id: int, context: Context) -> None:
         instance_id = ""

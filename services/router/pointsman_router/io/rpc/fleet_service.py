@@ -7,10 +7,11 @@ import itertools
 import math
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from pointsman_common.core.enum_words import word
 from pointsman_common.core.session_names import tenant_and_id
@@ -96,6 +97,10 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
             router_id=self._router.settings.router_id,
             held_requests=len(self._router.state.held_requests.queue),
             next_page_token=self._next_page(found, size, lambda record: record.info.instance_id, request),
+            absent_engines=[
+                agent_pb2.AbsentEngine(**asdict(engine))
+                for engine in (self._router.absent() if not request.model and after is None else ())
+            ],
         )
 
     async def GetInstance(  # noqa: N802

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import redis.asyncio
 import redis.exceptions
@@ -54,7 +55,8 @@ class RedisServers:
 
     A server that stops to be the master may keep its connections open. So an error closes all connections, and the next command
     opens new ones: to the next URL, or to the address that the name or the Sentinels stand for by then. `server` is the server of
-    the newest connection, HOST:PORT and its IP address if HOST is a name; empty before the first, and of a cluster."""
+    the newest connection, HOST:PORT and its IP address if HOST is a name; empty before the first, and of a cluster. `asked`: the
+    places of all URLs, or of the Sentinels."""
 
     def __init__(self, address: RedisAddress, timeout_s: float) -> None:
         """`timeout_s`: maximum time of a connect and of each answer, s."""
@@ -65,6 +67,9 @@ class RedisServers:
             "retry": Retry(NoBackoff(), 0),
         }
         self.server = ""
+        # Without users and passwords.
+        places = (urlsplit(url) for url in address.sentinels or address.urls)
+        self.asked = ", ".join(place.netloc.rpartition("@")[2] or place.path for place in places)
         self.has_sentinels = bool(address.sentinels)
         self._master = address.master
         self._sentinels = _Sentinels(address.sentinels, options)

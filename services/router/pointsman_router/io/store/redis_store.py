@@ -727,6 +727,7 @@ class RedisStore:
             self._logged = type(error)
             log.warning(
                 "the shared store does not answer or takes no writes; placements use this router's own view",
+                asked=self._servers.asked,
                 error=f"{type(error).__name__}: {error}",
             )
         self._returning = False

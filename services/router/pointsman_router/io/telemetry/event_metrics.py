@@ -90,7 +90,11 @@ class EventMetrics:
             "Predicted cached tokens of requests whose engine reported its own figure",
             registry=of,
         )
-        self._reported = Counter(f"{name}reported_cached_tokens", "Cached tokens that engines reported", registry=of)
+        self._reported = Counter(
+            f"{name}reported_cached_tokens",
+            "Cached tokens that engines reported, without those that a request's own steps had computed",
+            registry=of,
+        )
         self._cached = MetricChildren(
             Counter(
                 f"{name}cached_tier_tokens",
@@ -215,9 +219,9 @@ class EventMetrics:
         self._outcomes[finished.outcome,].inc()
         if decision is None:
             return
-        if finished.cached_tokens is not None:
-            self._predicted.inc(decision.present_tokens)
-            self._reported.inc(finished.cached_tokens)
+        if (hits := finished.cache_hits(one_step=len(decision.result.steps) == 1)) is not None:
+            self._predicted.inc(max(decision.present_tokens - (finished.own_cached_tokens or 0), 0))
+            self._reported.inc(hits)
         if decision.mode == "OFFLOAD":
             self._offloads[finished.outcome,].inc()
         timings = finished.timings_ms

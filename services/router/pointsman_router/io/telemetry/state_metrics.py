@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -24,11 +24,17 @@ class StateCollector(Collector):
     """Metrics of one router's state. Each model has a series for every instance state: no ready instance is a 0, not a gap."""
 
     def __init__(
-        self, state: RouterState, ready: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+        self,
+        state: RouterState,
+        ready: Callable[[], bool],
+        absent: Callable[[], Sized] = tuple,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` returns the time of the state's clock, s. `ready` returns whether the router places requests."""
+        """`clock` returns the time of the state's clock, s. `ready` returns whether the router places requests, `absent` the
+        engines without an instance."""
         self._state = state
         self._ready = ready
+        self._absent = absent
         self._clock = clock
         self._backlogs = PoolBacklogs(
             state.instances,
@@ -60,6 +66,11 @@ class StateCollector(Collector):
             f"{NAME}sessions_ended",
             "Sessions with an owner that their clients have ended",
             self._state.affinity.ended_count,
+        )
+        yield GaugeMetricFamily(
+            f"{NAME}absent_engines",
+            "Engines that agents are set to follow and that have no instance",
+            len(self._absent()),
         )
         yield self._orders()
         yield self._differing()

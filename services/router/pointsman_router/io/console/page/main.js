@@ -181,8 +181,13 @@ function show(anew = false) {
     main.replaceChildren(el("p", { className: "empty" }, text));
     return;
   }
-  const [list, details] = VIEWS[name] ?? VIEWS.fleet;
-  view = (id && details ? details : list)(app, id || new URLSearchParams(query));
+  if (!Object.hasOwn(VIEWS, name)) {
+    view = null;
+    main.replaceChildren(el("p", { className: "empty" }, `There is no page ${name}. `, link("#/fleet", "See Fleet")));
+    return;
+  }
+  const [list, details] = VIEWS[name];
+  view = id && details ? details(app, id) : list(app, new URLSearchParams(query));
   main.replaceChildren(view.element);
   document.title = `${view.title} – Pointsman`;
   view.refresh?.()?.catch?.(lost);

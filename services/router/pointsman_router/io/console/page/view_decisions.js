@@ -17,7 +17,9 @@ export function route(decision) {
 }
 
 export const plan = (decision) => (decision.steps ?? []).map((step) => `${kindOf(step)} on ${step.instance?.instanceId}`).join(", then ");
-const reported = (decision) => decision.finished?.cachedTokens;
+/** The cached tokens that the engine reported, without those that the request's own steps had computed; undefined if it reported none. */
+export const hitsOf = (finished) => (finished?.cachedTokens === undefined ? undefined : num(finished.cachedTokens) - num(finished.ownCachedTokens));
+const reported = (decision) => hitsOf(decision.finished);
 
 export const DECISION_COLUMNS = [
   { id: "time", title: "Time", value: (d) => d.time, text: (d) => clock(d.time), href: (d) => whyHref(d.decisionId), note: (d) => `Why? Decision ${d.decisionId} on request ${d.requestId}` },
@@ -28,7 +30,7 @@ export const DECISION_COLUMNS = [
   { id: "reason", title: "Reason", value: (d) => d.reason, note: (d) => [meaningOf(d.reason), ...(d.notes ?? [])].filter(Boolean).join("; ") },
   { id: "input", title: "Input", unit: "tok", num: true, value: (d) => num(d.inputTokens), text: (d) => count(d.inputTokens) },
   { id: "cached", title: "Predicted cached", unit: "tok", num: true, value: (d) => num(d.cachedTokens), text: (d) => count(d.cachedTokens) },
-  { id: "reported", title: "Reported", unit: "tok", num: true, hint: "Cached tokens that the engine reported at the end", value: reported, text: (d) => (reported(d) === undefined ? "–" : count(reported(d))) },
+  { id: "reported", title: "Reported", unit: "tok", num: true, hint: "Cached tokens that the engine reported at the end, without those that slices of the prompt had computed", value: reported, text: (d) => (reported(d) === undefined ? "–" : count(reported(d))) },
   { id: "held", title: "Held", num: true, value: (d) => seconds(d.held) ?? 0, text: (d) => (seconds(d.held) ? span(seconds(d.held)) : "–") },
   { id: "ttft", title: "First token", num: true, hint: "Measured at the gateway, from the request's last byte to the response's first", value: (d) => d.finished?.timings?.firstTokenMs, text: (d) => (d.finished?.timings?.firstTokenMs ? span(d.finished.timings.firstTokenMs / 1000) : "–") },
   { id: "outcome", title: "Outcome", pill: true, value: outcomeOf, text: (d) => outcomeOf(d).toLowerCase(), tone: (d) => OUTCOME_TONES[outcomeOf(d)], note: (d) => d.finished?.error ?? "" },

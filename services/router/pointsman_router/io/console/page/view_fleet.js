@@ -107,6 +107,7 @@ export function fleetView(app, query) {
     empty: "No agent has reported an instance to this router.",
   });
   const tiles = new Tiles();
+  const absent = new AbsentEngines();
   const orders = new OrdersForNobody(app);
   const shown = el("span", { className: "muted" });
   let words = wordsOf(query.get("filter") ?? "");
@@ -120,6 +121,7 @@ export function fleetView(app, query) {
     sample(instances);
     table.update(instances, matches);
     tiles.update(sums(app));
+    absent.update(app.fleet.absentEngines ?? []);
     setText(shown, words.length ? `${count(table.matching)} of ${count(instances.length)}` : "");
   };
   const filter = filterBox("Filter: id, model, state, node …", (text) => {
@@ -127,12 +129,29 @@ export function fleetView(app, query) {
     draw();
   });
   filter.value = query.get("filter") ?? "";
-  const element = el("section", {}, el("div", { className: "head" }, el("h1", { tabIndex: -1 }, "Fleet"), filter, shown), tiles.element, table.element, orders.element);
+  const element = el("section", {}, el("div", { className: "head" }, el("h1", { tabIndex: -1 }, "Fleet"), filter, shown), tiles.element, absent.element, table.element, orders.element);
   const refresh = async () => {
     draw();
     await orders.refresh();
   };
   return { element, title: "Fleet", refresh };
+}
+
+/** The engines that agents are set to follow and that have no instance, which are in no row. */
+class AbsentEngines {
+  constructor() {
+    this.list = el("ul", {});
+    this.element = el("section", { hidden: true, id: "absent" }, el("h2", {}, "Engines without an instance"), this.list);
+    this.shown = "";
+  }
+
+  update(engines) {
+    const shown = JSON.stringify(engines);
+    if (shown === this.shown) return;
+    this.shown = shown;
+    this.element.hidden = !engines.length;
+    this.list.replaceChildren(...engines.map((engine) => el("li", {}, el("span", { className: "id" }, engine.url), ` ${engine.problem} (agent on ${engine.node})`)));
+  }
 }
 
 /** The orders for ids that no agent reports, which are in no row. There may be thousands, so they are not requested with each poll. */
@@ -169,13 +188,15 @@ function sums(app) {
   const states = {};
   for (const status of instances) states[stateOf(status)] = (states[stateOf(status)] ?? 0) + 1;
   const others = Object.entries(states).filter(([name]) => name !== "READY").map(([name, n]) => `${n} ${name.toLowerCase()}`);
+  const absent = (app.fleet.absentEngines ?? []).length;
+  if (absent) others.push(`${count(absent)} absent`);
   const usage = instances.filter((status) => status.load && !status.stale).map(loaded("kvUsage")).filter((share) => share !== undefined);
   const mean = usage.length ? usage.reduce((a, b) => a + b, 0) / usage.length : undefined;
   const queries = sum((status) => status.load?.prefixCacheQueries);
   const stale = instances.filter((status) => status.stale).length;
   const held = num(app.fleet.heldRequests);
   return [
-    ["Ready", `${count(states.READY)} of ${count(instances.length)}`, others.join(", "), states.UNHEALTHY || states.LOST ? "bad" : ""],
+    ["Ready", `${count(states.READY)} of ${count(instances.length + absent)}`, others.join(", "), states.UNHEALTHY || states.LOST || absent ? "bad" : ""],
     ["Open requests", count(sum((status) => status.numRequests)), `${count(sum((status) => status.load?.running))} running, ${count(sum((status) => status.load?.waiting))} waiting`],
     ["Held", count(held), "wait for a placement", held ? "wait" : ""],
     ["To prefill", `${count(sum((status) => status.pendingPrefillTokens))} tok`, `${count(sum((status) => status.ongoingDecodeTokens))} tok decoding`],

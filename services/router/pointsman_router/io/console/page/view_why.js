@@ -3,7 +3,7 @@
 import { el, facts, link, pill, setText } from "./dom.js";
 import { age, bare, classOf, count, countReported, figure, modeOf, moment, num, outcomeOf, percent, reported, seconds, signed, span } from "./format.js";
 import { Table } from "./table.js";
-import { OUTCOME_TONES, route } from "./view_decisions.js";
+import { hitsOf, OUTCOME_TONES, route } from "./view_decisions.js";
 import { instanceHref, sourceOf, STATE_TONES } from "./view_fleet.js";
 import { classText, meaningOf, reasonText } from "./words.js";
 
@@ -116,13 +116,14 @@ function decided(decision) {
 function came(decision) {
   const done = decision.finished;
   const timings = done?.timings;
-  const hit = done?.cachedTokens;
+  const hit = hitsOf(done);
+  const own = num(done?.ownCachedTokens);
   return el("div", {}, el("h2", {}, "Result"), facts([
     ["Outcome", pill(outcomeOf(decision).toLowerCase(), OUTCOME_TONES[outcomeOf(decision)])],
     ["Error", done?.error],
     ["HTTP status", done?.httpStatus ? String(done.httpStatus) : ""],
     ["Ended by", bare(done?.finishReason, "FINISH_REASON_").toLowerCase()],
-    ["Reported cached", hit === undefined ? (done ? "not reported by the engine" : "") : `${count(hit)} tok (${signed(hit - num(decision.cachedTokens) - num(decision.kvLoad?.priceTokens))} compared with the prediction)`],
+    ["Reported cached", hit === undefined ? (done ? "not reported by the engine" : "") : own ? `${count(hit)} tok; its own slices had computed ${count(own)} more` : `${count(hit)} tok (${signed(hit - num(decision.cachedTokens) - num(decision.kvLoad?.priceTokens))} compared with the prediction)`],
     ["Prompt", done?.promptTokens === undefined ? "" : `${count(done.promptTokens)} tok by the engine's count`],
     ["Output", done?.outputTokens === undefined ? "" : `${count(done.outputTokens)} tok`],
     ["First token after", timings?.firstTokenMs ? span(timings.firstTokenMs / 1000) : ""],

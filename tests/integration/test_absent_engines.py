@@ -1,0 +1,113 @@
+"""An engine that its agent is set to follow and that has no instance: routers, commands and metrics count it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc.aio
+import zmq.asyncio
+from prometheus_client import generate_latest
+from typer.testing import CliRunner
+
+from pointsman.agent.v1 import agent_pb2
+from pointsman.router.v1 import fleet_pb2
+from pointsman_agent.io import absent_engines
+from pointsman_cli.doctor import examine
+from pointsman_cli.doctor_findings import Finding
+from pointsman_cli.main import COMMANDS, app
+from pointsman_common.io.settings import Tokens
+from pointsman_router.core.instances.absent_engines import FORGOTTEN_AFTER_S
+from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, RunningAgent
+from tests.support.processes.process import free_port
+from tests.support.router import Client, running
+from tests.support.waiting import eventually
+
+
+async def listed(client: Client, model: str = "") -> fleet_pb2.ListInstancesResponse:
+    return await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest(model=model), metadata=client.metadata)
+
+
+async def test_an_engine_that_never_answered_is_counted_until_it_does(
+    context: zmq.asyncio.Context, engine: FakeEngine, tmp_path: Path
+) -> None:
+    missing = FakeEngine(context)
+    missing.port = free_port()
+    absent = f"http://127.0.0.1:{missing.port}"
+    async with running() as (server, client):
+        router = f"127.0.0.1:{server.port}"
+        agent = RunningAgent([engine.url, absent], [router], tmp_path)
+        try:
+
+            async def told() -> bool:
+                answer = await listed(client)
+                return len(answer.instances) == 1 and [engine.url for engine in answer.absent_engines] == [absent]
+
+            await eventually(told, "one of two")
+            [one] = (await listed(client)).absent_engines
+            assert (one.instance_id, one.problem) == (f"127.0.0.1:{missing.port}", "connection refused")
+            assert not (await listed(client, model=engine.model)).absent_engines
+            page = generate_latest(server.router.telemetry.registry).decode()
+            assert "pointsman_router_absent_engines 1.0" in page
+
+            found = await asyncio.to_thread(examine, router, "http://127.0.0.1:1")
+            failed = {finding.check: finding.found for finding in found if finding.level == Finding.FAIL}
+            assert failed["engines"] == "1 of 2 engines have instances"
+            assert "connection refused" in failed[absent]
+            COMMANDS["instances"].register()
+            shown = await asyncio.to_thread(CliRunner().invoke, app, ["instances", "--router", router])
+            assert f"1 of 2 engines have instances\n{absent}: no instance: connection refused" in shown.output
+
+            await missing.start()
+
+            async def complete() -> bool:
+                answer = await listed(client)
+                return len(answer.instances) == 2 and not answer.absent_engines
+
+            await eventually(complete, "both")
+        finally:
+            await agent.stop()
+            await missing.stop()
+
+
+async def test_a_router_without_the_method_gets_reports_all_the_same(
+    engine: FakeEngine, router: FakeRouter, tmp_path: Path
+) -> None:
+    """As one of 0.2.0. FakeRouter has no ReportAbsentEngines."""
+    agent = RunningAgent([engine.url, f"http://127.0.0.1:{free_port()}"], [router.address], tmp_path)
+    try:
+        await eventually(lambda: len(router.streams) == 1 and bool(router.streams[0].loads), "reports")
+        await eventually(lambda: router.absent_calls > 0, "a refused call")
+        assert not agent.task.done()
+    finally:
+        await agent.stop()
+
+
+async def test_an_agent_reports_absent_engines_of_its_own_only(tmp_path: Path) -> None:
+    file = tmp_path / "agents"
+    file.write_text("first vllm-0.*\n")
+    async with (
+        running(Tokens(agent_token="A", gateway_token="", operator_token="", token_dir=None), agents_file=file) as (
+            server,
+            _,
+        ),
+        grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+    ):
+
+        async def outcome(name: str) -> str:
+            agent = Client(channel, "first")
+            engines = [agent_pb2.AbsentEngine(instance_id=name, url=f"http://{name}")]
+            request = agent_pb2.ReportAbsentEnginesRequest(agent_id="a", engines=engines)
+            try:
+                await agent.agents.ReportAbsentEngines(request, metadata=agent.metadata)
+            except grpc.aio.AioRpcError as error:
+                return error.code().name
+            return "OK"
+
+        assert await outcome("vllm-0.x:8000") == "OK"
+        assert await outcome("vllm-1.x:8000") == "PERMISSION_DENIED"
+        assert len(server.router.absent()) == 1
+
+
+def test_reports_are_repeated_before_a_router_forgets_them() -> None:
+    assert 2 * (absent_engines.REPEAT_S + absent_engines.COMPARE_S) < FORGOTTEN_AFTER_S

@@ -1,0 +1,54 @@
+"""How `pointsman up` finds engines on its host."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pointsman_cli.local_engines import find_engines, listening_ports
+
+TCP = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:1F40 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1 0 100 0 0 10 0
+   1: 00000000:1F41 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 2 1 0 100 0 0 10 0
+   2: 0500000A:1F42 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 3 1 0 100 0 0 10 0
+   3: 0100007F:1F43 0100007F:9C40 01 00000000:00000000 00:00000000 00000000     0        0 4 1 0 100 0 0 10 0
+"""
+TCP6 = """  sl  local_address                         remote_address                        st tx_queue rx_queue
+   0: 00000000000000000000000000000000:1F44 00000000000000000000000000000000:0000 0A 00000000:00000000 00:00000000
+   1: 00000000000000000000000001000000:1F45 00000000000000000000000000000000:0000 0A 00000000:00000000 00:00000000
+"""
+
+
+def test_ports_that_listen_where_loopback_reaches_them() -> None:
+    assert listening_ports([TCP, TCP6]) == [8000, 8001, 8004]
+    assert listening_ports([]) == []
+
+
+@contextmanager
+def serving(page: bytes) -> Iterator[int]:
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(page)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def test_an_engine_is_what_answers_with_vllm_s_series() -> None:
+    engine = b"# HELP\nvllm:num_requests_running 0.0\n"
+    with serving(engine) as own, serving(engine) as excluded, serving(b"# HELP\nnode_load1 1\n") as other:
+        found, asked = find_engines([excluded])
+    assert f"http://127.0.0.1:{own}" in found
+    assert not {f"http://127.0.0.1:{port}" for port in (excluded, other)} & {*found}
+    assert asked >= 2
