@@ -32,7 +32,12 @@ def test_telemetry_is_sound(folder: Path) -> None:
         ("rules/pointsman.yaml", "expr: up{", "expr: up{{", "pointsman.yaml"),
         ("rules/pointsman.yaml", "{{ $labels.replica }}", "{{ .labels.replica }", "pointsman.yaml"),
         ("grafana/dashboards/pointsman-fleet.json", "_keys", "_key", "pointsman-fleet.json is not what"),
-        ("../helm/pointsman/telemetry/prometheusrule.yaml", "for: ", "for:  ", "telemetry/prometheusrule.yaml is not what"),
+        (
+            "../helm/pointsman/telemetry/prometheusrule.yaml",
+            "for: ",
+            "for:  ",
+            "telemetry/prometheusrule.yaml is not what",
+        ),
     ],
 )
 def test_mistake_is_refused(folder: Path, file: str, before: str, after: str, expected: str) -> None:
