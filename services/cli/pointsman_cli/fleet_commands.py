@@ -83,7 +83,11 @@ def add_fleet_commands(app: typer.Typer) -> None:
     app.add_typer(group, name="decisions")
 
 
-def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: JsonFlag = False) -> None:
+def instances(
+    router: RouterFlag = DEFAULT_ROUTER,
+    model: Annotated[str, typer.Option(help="list those of this model only")] = "",
+    as_json: JsonFlag = False,
+) -> None:
     """List the instances of a fleet with their state, load, cached keys and sessions."""
     try:
         answer, silent = instances_of(router, model)
@@ -175,13 +179,13 @@ def _state_of(status: fleet_pb2.InstanceStatus) -> str:
 def decisions(
     context: typer.Context,
     router: RouterFlag = DEFAULT_ROUTER,
-    session: str = "",
-    instance: str = "",
+    session: Annotated[str, typer.Option(help="list those of this session only")] = "",
+    instance: Annotated[str, typer.Option(help="list those of this instance only")] = "",
     route_class: Annotated[str, typer.Option(help="light, medium or heavy")] = "",
-    reason: str = "",
+    reason: Annotated[str, typer.Option(help="list those with this reason only (see pointsman policies)")] = "",
     since: Annotated[float | None, typer.Option(help="maximum age of a decision, in seconds")] = None,
     until: Annotated[float | None, typer.Option(help="minimum age of a decision, in seconds")] = None,
-    limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=1000)] = 20,
+    limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=1000, help="maximum number")] = 20,
     as_json: JsonFlag = False,
 ) -> None:
     """List the newest decisions of all routers: where each request was placed, and why."""

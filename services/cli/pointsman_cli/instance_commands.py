@@ -27,13 +27,14 @@ RouterFlag = Annotated[
         help="HOST:PORT of a router, or of several with commas between: the first that can be reached is asked",
     ),
 ]
+InstanceArgument = Annotated[str, typer.Argument(help="id of the instance, as `pointsman instances` lists it")]
 ReasonFlag = Annotated[
     str | None, typer.Option(help="reason to show with the order; default: the reason given before, if any")
 ]
 
 
 def drain(
-    instance_id: str,
+    instance_id: InstanceArgument,
     router: RouterFlag = DEFAULT_ROUTER,
     resume: Annotated[bool, typer.Option(help="undo a drain")] = False,
     move: Annotated[
@@ -64,7 +65,7 @@ def drain(
 
 
 def cordon(
-    instance_id: str,
+    instance_id: InstanceArgument,
     router: RouterFlag = DEFAULT_ROUTER,
     reason: ReasonFlag = None,
 ) -> None:
@@ -76,7 +77,7 @@ def cordon(
     _order(router, instance_id, reason, cordoned=True)
 
 
-def uncordon(instance_id: str, router: RouterFlag = DEFAULT_ROUTER) -> None:
+def uncordon(instance_id: InstanceArgument, router: RouterFlag = DEFAULT_ROUTER) -> None:
     """Place on an instance again after `cordon`.
 
     The instance's weight does not change.
@@ -85,7 +86,7 @@ def uncordon(instance_id: str, router: RouterFlag = DEFAULT_ROUTER) -> None:
 
 
 def weight(
-    instance_id: str,
+    instance_id: InstanceArgument,
     weight: Annotated[float, typer.Argument(help="part of its fair share of new sessions, 0 to 1")],
     router: RouterFlag = DEFAULT_ROUTER,
     reason: ReasonFlag = None,
