@@ -67,8 +67,8 @@ clients' have, else OpenAI's. **Bold**: only the gateway's answers have it, and 
 
 def why(operation: str, own: str, through: str, message: str) -> str:
     """Return why a status differs, "" if that is not known."""
-    told = f"{operation}: {own} {through}: {message}"
-    return next((reason for pattern, reason in REASONS if re.search(pattern, told)), "")
+    difference = f"{operation}: {own} {through}: {message}"
+    return next((reason for pattern, reason in REASONS if re.search(pattern, difference)), "")
 
 
 def added(found: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -104,8 +104,8 @@ def page(found: Mapping[str, Any], faults: int) -> str:
         parts.append(_row(operation, own, through, f"`{_cell(message)}`", seen, why(*key) or "**not known**"))
     parts.append(VIOLATED)
     for operation, kind, own, through in found["violated"]:
-        told = f"`{_cell(kind)}`"
-        parts.append(_row(operation, f"**{told}**" if (operation, kind) in added(found) else told, own, through))
+        cell = f"`{_cell(kind)}`"
+        parts.append(_row(operation, f"**{cell}**" if (operation, kind) in added(found) else cell, own, through))
     return "".join(parts)
 
 
@@ -120,10 +120,10 @@ def _cell(text: str) -> str:
 def wrong(found: Mapping[str, Any], faults: Sequence[str]) -> list[str]:
     """Return what the gateway does worse than vLLM."""
     operations: Mapping[str, Mapping[str, int]] = found["operations"]
-    told = [f"{name}: {counted['new 5xx']} new 5xx" for name, counted in operations.items() if counted["new 5xx"]]
-    told += [f"{operation}: only the gateway: {kind}" for operation, kind in added(found)]
-    told += [f"not known why: {key}" for *key, _ in found["differing"] if not why(*key)]
-    return [*told, *faults]
+    problems = [f"{name}: {counted['new 5xx']} new 5xx" for name, counted in operations.items() if counted["new 5xx"]]
+    problems += [f"{operation}: only the gateway: {kind}" for operation, kind in added(found)]
+    problems += [f"not known why: {key}" for *key, _ in found["differing"] if not why(*key)]
+    return [*problems, *faults]
 
 
 async def judged(count: int, seed: int) -> tuple[dict[str, Any], list[str]]:
@@ -142,12 +142,12 @@ def main(count: int = 80, seed: int = 1) -> int:
     found, faults = asyncio.run(judged(count, seed))
     PAGE.write_text(page(found, len(faults)))
     print(PAGE.read_text())
-    told = wrong(found, faults)
-    for line in told:
+    problems = wrong(found, faults)
+    for line in problems:
         print(line, file=sys.stderr)
     for kind, request in found["examples"].items():
         print(f"{kind}\n    {request[:600]}", file=sys.stderr)
-    return int(bool(told))
+    return int(bool(problems))
 
 
 if __name__ == "__main__":

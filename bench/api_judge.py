@@ -146,8 +146,8 @@ def _event_schema(vendor: str, union: str, event: Any) -> str:
     schema = _schemas(vendor)[union]
     for member in schema.get("anyOf") or schema.get("oneOf") or ():
         name: str = member.get("$ref", "").rpartition("/")[2]
-        told = _schemas(vendor).get(name, {}).get("properties", {}).get("type", {})
-        if isinstance(event, dict) and event.get("type") in (told.get("const"), *told.get("enum", ())):
+        declared = _schemas(vendor).get(name, {}).get("properties", {}).get("type", {})
+        if isinstance(event, dict) and event.get("type") in (declared.get("const"), *declared.get("enum", ())):
             return name
     return union
 
@@ -340,7 +340,7 @@ def ask(pool: Any, url: str, request: Request) -> Reply:
             found.add(f"{label}: its event is named {name}")
         if label == "ping" or not operation.events:
             continue
-        found |= {f"{label}, {told}" for told in violations(operation.vendor, operation.events, value)}
+        found |= {f"{label}, {violation}" for violation in violations(operation.vendor, operation.events, value)}
     return Reply(answer.status, True, frozenset(found))
 
 
@@ -351,7 +351,7 @@ def _error(operation: Operation, answer: Any) -> Reply:
         return Reply(
             answer.status, False, frozenset({"an error: no JSON"}), answer.data[:100].decode("utf-8", "replace")
         )
-    wrong = frozenset(f"an error, {told}" for told in violations(operation.vendor, "ErrorResponse", body))
+    wrong = frozenset(f"an error, {violation}" for violation in violations(operation.vendor, "ErrorResponse", body))
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
     return Reply(answer.status, False, wrong, str(message or body))
@@ -398,8 +398,8 @@ def judged(engine: str, gateway: str, model: str, count: int, seed: int) -> dict
             for request, (own, through) in zip(wanted, threads.map(both, wanted), strict=True):
                 _count(counted, operation, own, through)
                 if own.status != through.status:
-                    told = through.message if through.status >= 400 or not own.message else own.message
-                    key = (operation.name, str(own.status), str(through.status), _general(told))
+                    message = through.message if through.status >= 400 or not own.message else own.message
+                    key = (operation.name, str(own.status), str(through.status), _general(message))
                     differing[key] += 1
                     examples.setdefault(" | ".join(key), _shown(request))
                 for side, reply in (("engine", own), ("gateway", through)):
@@ -426,8 +426,8 @@ def judged(engine: str, gateway: str, model: str, count: int, seed: int) -> dict
 
 
 def _vllm(engine: str) -> str:
-    told: str = requests.get(f"{engine}/version", timeout=WITHIN_S).json()["version"]
-    return told
+    version: str = requests.get(f"{engine}/version", timeout=WITHIN_S).json()["version"]
+    return version
 
 
 def _count(counted: Counter[str], operation: Operation, own: Reply, through: Reply) -> None:

@@ -184,11 +184,11 @@ async def _answers(channel: grpc.aio.Channel) -> None:
 
 async def longest_turn(pid: int, turns_file: Path) -> dict[str, float]:
     """Return the longest turn of a timed service's event loop since the last call: `cpu_ms`, `clock_ms`; and its `rss_mb`."""
-    told = partial(_lines, turns_file)
-    before = len(told())
+    lines = partial(_lines, turns_file)
+    before = len(lines())
     os.kill(pid, signal.SIGUSR1)
-    await eventually(lambda: len(told()) > before, "the service tells its turns", READY_WITHIN_S)
-    turn: dict[str, float] = json.loads(told()[-1])
+    await eventually(lambda: len(lines()) > before, "the service tells its turns", READY_WITHIN_S)
+    turn: dict[str, float] = json.loads(lines()[-1])
     return turn
 
 

@@ -69,19 +69,19 @@ class BoardRun:
                 if cell.everyone:
                     self._round(cell, number, self._everyone)
         names = {*SHORT_OWN, *best_rivals(self._results.trials, POINTSMAN)}
-        few = [contender for contender in self._everyone if contender.name in names]
+        named = [contender for contender in self._everyone if contender.name in names]
         for cell in cells:
             if not cell.everyone:
-                self._all_rounds(cell, few)
+                self._all_rounds(cell, named)
 
-    def _all_rounds(self, cell: Cell, few: Sequence[Contender]) -> None:
+    def _all_rounds(self, cell: Cell, contenders: Sequence[Contender]) -> None:
         rounds = range(1, self._rounds + 1)
         if cell.engines != VLLM:
             for number in rounds:
-                self._round(cell, number, few)
+                self._round(cell, number, contenders)
             return
         if (
-            all(self._results.has(cell, contender, number) for contender in few for number in rounds)
+            all(self._results.has(cell, contender, number) for contender in contenders for number in rounds)
             or time.monotonic() > self._end
         ):
             return
@@ -90,9 +90,9 @@ class BoardRun:
             try:
                 with vllm_fleet(Path(folder), cell.count) as fleet:
                     for number in rounds:
-                        self._round(cell, number, few, fleet)
+                        self._round(cell, number, contenders, fleet)
             except FileNotFoundError as error:
-                for contender in few:
+                for contender in contenders:
                     self._store(cell, contender, 1, problem=f"no engines: {error}")
 
     def _round(self, cell: Cell, number: int, among: Sequence[Contender], fleet: Fleet | None = None) -> None:
