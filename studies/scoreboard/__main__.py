@@ -74,14 +74,14 @@ class BoardRun:
             if not cell.everyone:
                 self._all_rounds(cell, named)
 
-    def _all_rounds(self, cell: Cell, contenders: Sequence[Contender]) -> None:
+    def _all_rounds(self, cell: Cell, named: Sequence[Contender]) -> None:
         rounds = range(1, self._rounds + 1)
         if cell.engines != VLLM:
             for number in rounds:
-                self._round(cell, number, contenders)
+                self._round(cell, number, named)
             return
         if (
-            all(self._results.has(cell, contender, number) for contender in contenders for number in rounds)
+            all(self._results.has(cell, contender, number) for contender in named for number in rounds)
             or time.monotonic() > self._end
         ):
             return
@@ -90,9 +90,9 @@ class BoardRun:
             try:
                 with vllm_fleet(Path(folder), cell.count) as fleet:
                     for number in rounds:
-                        self._round(cell, number, contenders, fleet)
+                        self._round(cell, number, named, fleet)
             except FileNotFoundError as error:
-                for contender in contenders:
+                for contender in named:
                     self._store(cell, contender, 1, problem=f"no engines: {error}")
 
     def _round(self, cell: Cell, number: int, among: Sequence[Contender], fleet: Fleet | None = None) -> None:
