@@ -94,19 +94,50 @@ async def test_an_agent_reports_absent_engines_of_its_own_only(tmp_path: Path) -
         grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
     ):
 
-        async def outcome(name: str) -> str:
-            agent = Client(channel, "first")
-            engines = [agent_pb2.AbsentEngine(instance_id=name, url=f"http://{name}")]
+        async def report(token: str, *names: str) -> None:
+            agent = Client(channel, token)
+            engines = [agent_pb2.AbsentEngine(instance_id=name, url=f"http://{name}") for name in names]
             request = agent_pb2.ReportAbsentEnginesRequest(agent_id="a", engines=engines)
-            try:
-                await agent.agents.ReportAbsentEngines(request, metadata=agent.metadata)
-            except grpc.aio.AioRpcError as error:
-                return error.code().name
-            return "OK"
+            await agent.agents.ReportAbsentEngines(request, metadata=agent.metadata)
 
-        assert await outcome("vllm-0.x:8000") == "OK"
-        assert await outcome("vllm-1.x:8000") == "PERMISSION_DENIED"
-        assert len(server.router.absent()) == 1
+        def known() -> list[str]:
+            return [engine.instance_id for engine in server.router.absent()]
+
+        await report("first", "vllm-0.x:8000", "vllm-1.x:8000")
+        assert known() == ["vllm-0.x:8000"]
+        # Another agent replaces nothing, whatever name it gives.
+        await report("A")
+        assert known() == ["vllm-0.x:8000"]
+        await report("first")
+        assert known() == []
+
+
+async def test_what_an_engine_sends_neither_ends_the_agent_nor_reaches_a_terminal(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
+    async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        location = b"http://ex\xff\x1b]0;a:[/]bad/"
+        writer.write(b"HTTP/1.1 302 Found\r\nLocation: %b\r\nContent-Length: 0\r\n\r\n" % location)
+        writer.close()
+
+    odd = await asyncio.start_server(redirect, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{odd.sockets[0].getsockname()[1]}"
+    async with odd, running() as (server, _):
+        agent = RunningAgent([engine.url, url], [router := f"127.0.0.1:{server.port}"], tmp_path)
+        try:
+            await eventually(server.router.absent, "the odd engine is absent")
+            [absent] = server.router.absent()
+            assert "/metrics" in absent.problem
+            assert absent.problem.isprintable()
+            assert not agent.task.done()
+            COMMANDS["doctor"].register()
+            words = ["doctor", "--router", router, "--gateway", "http://127.0.0.1:1"]
+            shown = await asyncio.to_thread(CliRunner().invoke, app, words)
+            assert shown.exit_code == 1, shown
+            assert shown.exception is None or isinstance(shown.exception, SystemExit)
+        finally:
+            await agent.stop()
 
 
 def test_reports_are_repeated_before_a_router_forgets_them() -> None:

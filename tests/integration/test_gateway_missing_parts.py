@@ -189,6 +189,19 @@ async def test_a_gateway_that_has_just_started_lets_requests_wait_for_its_fleet(
         assert status == 200, answer
 
 
+async def test_a_router_that_starts_has_not_described_its_fleet_yet(tmp_path: Path) -> None:
+    async with stack(tmp_path, ready=False) as up:
+        described, up.router.pools, up.router.starting = up.router.pools, [], True
+        await eventually(lambda: up.gateway.router.connected, "a session")
+        asked = asyncio.create_task(post(up, Endpoint.CHAT.value, json=CHAT))
+        await asyncio.sleep(0.2)
+        assert not asked.done()
+        up.router.pools, up.router.starting = described, False
+        await up.router.tell_fleet()
+        status, answer, _ = await asked
+        assert status == 200, answer
+
+
 async def test_a_gateway_without_a_router_refuses_after_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "FIRST_FLEET_S", 0.1)
     async with stack(tmp_path, ready=False, routers=[f"127.0.0.1:{free_port()}"]) as up:

@@ -328,7 +328,7 @@ def doctor(
     table = _table("", "check", "finding", "what to do")
     marks = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]FAIL[/red]"}
     for finding in findings:
-        table.add_row(marks[finding.level], finding.check, finding.found, finding.advice)
+        table.add_row(marks[finding.level], *map(escape, (finding.check, finding.found, finding.advice)))
     console.print(table)
     if any(finding.level == Finding.FAIL for finding in findings):
         raise typer.Exit(1)

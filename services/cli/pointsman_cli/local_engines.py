@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import socket
+import threading
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# Timeout of a connection and of each read, s.
+# Timeout of a whole answer, s: what listens there may send a byte now and then for ever.
 ANSWER_S = 1.0
 # Maximum number of ports that are asked, and number of those asked at a time.
 MAX_PORTS, AT_A_TIME = 512, 32
@@ -41,12 +44,23 @@ def find_engines(without: Collection[int] = ()) -> tuple[list[str], int]:
 
 
 def _is_engine(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_S)
     try:
-        connection.request("GET", "/metrics")
-        answer = connection.getresponse()
-        return answer.status == 200 and b"\nvllm:" in answer.read(PAGE_BYTES)
+        with socket.create_connection(("127.0.0.1", port), ANSWER_S) as connected:
+            # Reads that wait end with the connection.
+            timer = threading.Timer(ANSWER_S, _shut_down, (connected,))
+            timer.start()
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", port)
+                connection.sock = connected
+                connection.request("GET", "/metrics")
+                answer = connection.getresponse()
+                return answer.status == 200 and b"\nvllm:" in answer.read(PAGE_BYTES)
+            finally:
+                timer.cancel()
     except (OSError, http.client.HTTPException, ValueError):
         return False
-    finally:
-        connection.close()
+
+
+def _shut_down(connected: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)

@@ -18,7 +18,13 @@ from typing import Any, ClassVar
 
 import typer
 from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from pointsman_agent.io.settings import AgentSettings
 from pointsman_cli.doctor import KV_EVENTS_FLAGS
@@ -28,7 +34,15 @@ from pointsman_common.core.addresses import parse_address
 from pointsman_common.io.child_command import pointsman_child
 from pointsman_common.io.listen_errors import reason_of
 from pointsman_common.io.listening import bound_socket
-from pointsman_common.io.settings import Entries, HostPort, InvalidSetting, OptionalHostPort, by_name, holder_of
+from pointsman_common.io.settings import (
+    Entries,
+    HostPort,
+    InvalidSetting,
+    OptionalHostPort,
+    by_name,
+    holder_of,
+    unreadable_field,
+)
 from pointsman_common.io.tls import TlsSettings
 from pointsman_gateway.io.settings import GatewaySettings
 from pointsman_router.core.policy.registry import DEFAULT_POLICY
@@ -171,6 +185,8 @@ def check(settings: UpSettings) -> None:
             error = invalid.errors(include_url=False, include_input=False)[0]
             field = str(error["loc"][0]) if error["loc"] else ""
             raise _in_words_of_up(settings, kind, own, field, error["msg"].removeprefix("Value error, ")) from None
+        except SettingsError as unreadable:
+            raise _in_words_of_up(settings, kind, own, unreadable_field(unreadable), "no JSON text") from None
         except InvalidSetting as invalid:
             raise _in_words_of_up(settings, kind, own, invalid.field, invalid.message) from None
     for model, place in by_name(settings.tokenizer).items():

@@ -237,6 +237,7 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
 
     def __init__(self, pools: list[placement_pb2.Pool]) -> None:
         self.pools = pools
+        self.starting = False  # whether it does not know the fleet yet
         self.placer: Placer = self.first
         self.draining: set[str] = set()
         self.next_steps: list[placement_pb2.Placement | placement_pb2.Refusal] = []
@@ -263,7 +264,7 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
 
     async def tell_fleet(self) -> None:
         """Send all gateways the changes of `pools`."""
-        fleet = placement_pb2.Fleet(pools=self.pools)
+        fleet = placement_pb2.Fleet(pools=self.pools, starting=self.starting)
         for session, sent in self._sessions.items():
             self._sessions[session] = fleet
             await session.put(placement_pb2.SessionResponse(fleet_update=fleet_update(sent, fleet)))
@@ -329,7 +330,7 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
                 self.reserved = {stream.request.request_id for stream in message.hello.open_streams}
                 welcome = placement_pb2.GatewayWelcome(router_id="fake", epoch=1, key_scheme=KEY_SCHEME)
                 await batch_queue.put(placement_pb2.SessionResponse(welcome=welcome))
-                fleet = self._sessions[batch_queue] = placement_pb2.Fleet(pools=self.pools)
+                fleet = self._sessions[batch_queue] = placement_pb2.Fleet(pools=self.pools, starting=self.starting)
                 await batch_queue.put(placement_pb2.SessionResponse(fleet=fleet))
             case "place":
                 self.places.append(message.place)

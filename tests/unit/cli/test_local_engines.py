@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import http.server
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+import pytest
+
+from pointsman_cli import local_engines
 from pointsman_cli.local_engines import find_engines, listening_ports
 
 TCP = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
@@ -52,3 +56,24 @@ def test_an_engine_is_what_answers_with_vllm_s_series() -> None:
     assert f"http://127.0.0.1:{own}" in found
     assert not {f"http://127.0.0.1:{port}" for port in (excluded, other)} & {*found}
     assert asked >= 2
+
+
+def test_what_never_ends_its_answer_is_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_engines, "ANSWER_S", 0.2)
+    ended = threading.Event()
+
+    def drip(listening: socket.socket) -> None:
+        connected, _ = listening.accept()
+        with connected, suppress(OSError):
+            connected.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            while not ended.wait(0.01):
+                connected.sendall(b"#\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=drip, args=(listening,))
+        thread.start()
+        port = listening.getsockname()[1]
+        found, _ = find_engines()
+        ended.set()
+        thread.join()
+    assert f"http://127.0.0.1:{port}" not in found

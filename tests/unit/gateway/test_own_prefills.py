@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_what_was_computed_at_one_instance_is_a_hit_at_no_other() -> None:
     assert own.among("a", None) == 0
 
 
-def test_until_a_prefill_is_answered_the_prediction_counts() -> None:
+def test_of_a_prefill_without_an_answer_the_prediction_counts() -> None:
     own = OwnPrefills()
     own.begun("b", 2000, 320)
     assert 2000 - own.among("b", 2000) == 320
@@ -54,16 +55,52 @@ def test_until_a_prefill_is_answered_the_prediction_counts() -> None:
     assert 2000 - own.among("b", 2000) == 64
 
 
-def test_usage_is_corrected_and_nothing_else() -> None:
+HIT = {"prompt_tokens": 1200, "prompt_tokens_details": {"cached_tokens": 992, "audio_tokens": None}}
+CORRECTED = {"prompt_tokens": 1200, "prompt_tokens_details": {"cached_tokens": 16, "audio_tokens": None}}
+ANTHROPIC = {"input_tokens": 208, "cache_read_input_tokens": 992}
+# What a model may write: in a text, and as arguments of a tool, which are an object over Anthropic's API.
+WRITTEN = {"text": json.dumps({"usage": HIT}), "content": [{"type": "tool_use", "input": {"usage": ANTHROPIC}}]}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"usage": HIT}, {"usage": CORRECTED}),
+        ({"usage": ANTHROPIC}, {"usage": {"input_tokens": 1184, "cache_read_input_tokens": 16}}),
+        (
+            {"type": "response.completed", "response": {"usage": HIT}},
+            {"type": "response.completed", "response": {"usage": CORRECTED}},
+        ),
+        (
+            {"message": {"usage": ANTHROPIC}},
+            {"message": {"usage": {"input_tokens": 1184, "cache_read_input_tokens": 16}}},
+        ),
+    ],
+    ids=["openai", "anthropic", "response", "message"],
+)
+def test_usage_is_corrected_and_nothing_that_a_model_has_written(before: dict[str, Any], after: dict[str, Any]) -> None:
+    own, answer = sliced((1000, 16)), json.dumps(WRITTEN | before).encode()
+    assert json.loads(own.corrected("a", answer)) == WRITTEN | after
+    event = b"event: e\ndata: %b\n\ndata: [DONE]\n\n"
+    assert own.corrected_events("a", event % answer) == event % own.corrected("a", answer)
+    assert own.corrected("b", answer) == answer
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        b'{"usage": null}',
+        b'{"usage": {"prompt_tokens": 5}}',
+        b'{"usage": {"input_tokens": null, "cache_read_input_tokens": 900}}',
+        b'{"usage": {"input_tokens": "many", "cache_read_input_tokens": 900}}',
+        b'{"usage": {"prompt_tokens_details": {"cached_tokens": 900}, "a": "\xff"}}',
+        b'{"usage": ' + b"[" * 5_000,
+        b'{"response": ' * 5_000 + b'{"usage": {}',
+        b'["usage"]',
+        b'data: {"usage": {"prompt_tok',
+    ],
+)
+def test_what_is_no_usage_stays_as_it_is(same: bytes) -> None:
     own = sliced((1000, 16))
-    usage = {"prompt_tokens": 1200, "total_tokens": 1203, "completion_tokens": 3}
-    quoted = json.dumps({"usage": {"prompt_tokens_details": {"cached_tokens": 992}}})
-    answer = {"text": quoted, "usage": usage | {"prompt_tokens_details": {"cached_tokens": 992, "audio_tokens": None}}}
-    corrected = json.loads(own.corrected("a", json.dumps(answer).encode()))
-    assert corrected["text"] == quoted
-    assert corrected["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 16, "audio_tokens": None}}
-    fresh = b'{"usage":{"input_tokens":208,"cache_read_input_tokens":992}}'
-    assert json.loads(own.corrected("a", fresh))["usage"] == {"input_tokens": 1184, "cache_read_input_tokens": 16}
-    for same in (b'{"usage": null}', b'{"usage": {"prompt_tokens": 5}}', b'{"usage": {"a": {"b": {"c": 1}}}}'):
-        assert own.corrected("a", same) == same
-    assert own.corrected("b", json.dumps(answer).encode()) == json.dumps(answer).encode()
+    assert own.corrected("a", same) == same
+    assert own.corrected_events("a", b"data: " + same) == b"data: " + same

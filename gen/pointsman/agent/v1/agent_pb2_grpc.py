@@ -74,7 +74,7 @@ class AgentServiceServicer:
         """Reports the engines that an agent is set to follow and that have no instance: they have not answered yet, no longer answer, or
         cannot be described. A router shows them to operators and places nothing by them. An agent calls it when they change, and
         again every few seconds while there are any; a router forgets them after 15 s. A router of an earlier version answers
-        UNIMPLEMENTED. PERMISSION_DENIED if the token does not permit reports of one of them.
+        UNIMPLEMENTED. Engines that the token does not permit reports of are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

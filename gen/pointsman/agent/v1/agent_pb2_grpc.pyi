@@ -52,7 +52,7 @@ class AgentServiceStub:
     """Reports the engines that an agent is set to follow and that have no instance: they have not answered yet, no longer answer, or
     cannot be described. A router shows them to operators and places nothing by them. An agent calls it when they change, and
     again every few seconds while there are any; a router forgets them after 15 s. A router of an earlier version answers
-    UNIMPLEMENTED. PERMISSION_DENIED if the token does not permit reports of one of them.
+    UNIMPLEMENTED. Engines that the token does not permit reports of are ignored.
     """
 
 @_typing.type_check_only
@@ -79,7 +79,7 @@ class AgentServiceAsyncStub(AgentServiceStub):
     """Reports the engines that an agent is set to follow and that have no instance: they have not answered yet, no longer answer, or
     cannot be described. A router shows them to operators and places nothing by them. An agent calls it when they change, and
     again every few seconds while there are any; a router forgets them after 15 s. A router of an earlier version answers
-    UNIMPLEMENTED. PERMISSION_DENIED if the token does not permit reports of one of them.
+    UNIMPLEMENTED. Engines that the token does not permit reports of are ignored.
     """
 
 class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -115,7 +115,7 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         """Reports the engines that an agent is set to follow and that have no instance: they have not answered yet, no longer answer, or
         cannot be described. A router shows them to operators and places nothing by them. An agent calls it when they change, and
         again every few seconds while there are any; a router forgets them after 15 s. A router of an earlier version answers
-        UNIMPLEMENTED. PERMISSION_DENIED if the token does not permit reports of one of them.
+        UNIMPLEMENTED. Engines that the token does not permit reports of are ignored.
         """
 
 def add_AgentServiceServicer_to_server(servicer: AgentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -45,32 +45,34 @@ async def report_absent_engines(
     """Report those of `monitors` that have no instance, until cancelled. Sends nothing while each engine has one."""
     stub: agent_pb2_grpc.AgentServiceAsyncStub = agent_pb2_grpc.AgentServiceStub(channel)  # type: ignore[call-overload]
     node = socket.gethostname()
-    reported: list[pb.AbsentEngine] = []
+    reported: list[EngineMonitor] = []
     due = -math.inf
     while True:
-        absent = [
-            pb.AbsentEngine(
-                instance_id=monitor.address.instance_id(None),
-                url=monitor.address.url,
-                problem=monitor.problem,
-                node=node,
-            )
-            for monitor in monitors
-            if monitor.absent
-        ]
+        absent = [monitor for monitor in monitors if monitor.absent]
         now = time.monotonic()
         # Only the change to "none" is reported without an absent engine.
-        if (absent or reported) and (now >= due or _urls(absent) != _urls(reported)):
+        if (absent or reported) and (now >= due or absent != reported):
+            refused = False
             try:
-                request = pb.ReportAbsentEnginesRequest(agent_id=agent_id, engines=absent)
+                engines = [
+                    pb.AbsentEngine(
+                        instance_id=monitor.address.instance_id(None),
+                        url=monitor.address.url,
+                        problem=monitor.problem,
+                        node=node,
+                    )
+                    for monitor in absent
+                ]
+                request = pb.ReportAbsentEnginesRequest(agent_id=agent_id, engines=engines)
                 await stub.ReportAbsentEngines(request, timeout=TIMEOUT_S, metadata=metadata())
                 reported, due = absent, now + REPEAT_S
             except grpc.aio.AioRpcError as error:
                 log.debug("a router takes no absent engines", router=router, code=error.code().name)
                 refused = error.code() in _REFUSED
-                await asyncio.sleep(REFUSED_REPEAT_S if refused else 0.0)
+            except Exception:
+                # No engine's answer may end the agent.
+                log.exception("a fault in the report of absent engines", router=router)
+                refused = True
+            if refused:
+                await asyncio.sleep(REFUSED_REPEAT_S)
         await asyncio.sleep(COMPARE_S)
-
-
-def _urls(engines: Sequence[pb.AbsentEngine]) -> list[str]:
-    return [engine.url for engine in engines]

@@ -18,6 +18,7 @@ from pointsman_agent.core.kv_transfer_support import engine_ids
 from pointsman_agent.core.wire_numbers import uint32
 from pointsman_agent.io.kv_subscriber import KvEventSource
 from pointsman_common.core.addresses import connect_endpoint
+from pointsman_common.core.printable import printable
 
 # Timeout of /metrics, s. A page may be slow to make on an engine that answers requests at once.
 METRICS_ANSWER_S = 10.0
@@ -42,7 +43,8 @@ class ProbeError(Exception):
     answer; 0 without one. `refused`: whether nothing listens at the address."""
 
     def __init__(self, reason: str, status: int = 0, *, refused: bool = False) -> None:
-        super().__init__(reason)
+        # It may quote what the engine sent, and is shown in terminals and sent as text.
+        super().__init__(printable(reason))
         self.status = status
         self.refused = refused
 

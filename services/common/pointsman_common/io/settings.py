@@ -222,11 +222,15 @@ def load_settings(command: str, settings: type[S], **given: Any) -> S:
             typer.echo(f"{command}: {_invalid(settings, error, given)}", err=True)
         raise typer.Exit(2) from None
     except SettingsError as unreadable:
-        # Its message names the field alone.
-        field = re.findall(r'field "(\w+)"', str(unreadable))
-        message = f"{holder_of(settings, field[0])}: no JSON text" if field else unreadable
+        field = unreadable_field(unreadable)
+        message = f"{holder_of(settings, field)}: no JSON text" if field else unreadable
         typer.echo(f"{command}: {message}", err=True)
         raise typer.Exit(2) from None
+
+
+def unreadable_field(error: SettingsError) -> str:
+    """Return the field whose variable is no JSON text; "" if the error does not name one."""
+    return "".join(re.findall(r'field "(\w+)"', str(error))[:1])
 
 
 def _invalid(settings: type[BaseSettings], error: ErrorDetails, flags: Mapping[str, Any]) -> str:

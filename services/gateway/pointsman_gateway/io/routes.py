@@ -543,7 +543,9 @@ class Gateway:
 
     def _fleet_changed(self, pools: Sequence[placement_pb2.Pool]) -> None:
         self.pools.update(pools)
-        self._fleet_came.set()
+        # A router that starts knows no pool at first.
+        if pools or self.router.knows_fleet:
+            self._fleet_came.set()
 
     async def _first_fleet(self) -> None:
         """Wait until a router has described the fleet, at most until FIRST_FLEET_S after the start."""

@@ -11,8 +11,10 @@ from typing import Any
 
 import msgspec
 
-# A usage object, with objects of one level in it. Inside a JSON string its quotes would be escaped.
-_USAGE = re.compile(rb'"usage":\s?(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
+# The data of an event that may have usage.
+_DATA = re.compile(rb'(?<=^data: )\{[^\r\n]*"usage"[^\r\n]*', re.MULTILINE)
+# Members of an event that may have usage: Anthropic's message_start, and the last event of a response.
+_WITHIN = ("message", "response")
 _DETAILS = ("prompt_tokens_details", "input_tokens_details")
 
 
@@ -37,8 +39,8 @@ class OwnPrefills:
         return bool(self._prefixes)
 
     def begun(self, instance_id: str, end: int, predicted: int) -> None:
-        """Record that the first `end` tokens are being computed for an instance, which has `predicted` of them by the placement.
-        That counts if the answer does not arrive. Mutates."""
+        """Record that the first `end` tokens may be computed at an instance whose answer did not arrive. By the placement it had
+        `predicted` of them. Mutates."""
         prefix = self._prefixes.setdefault(instance_id, _Prefix(min(predicted, end), 0))
         prefix.end = max(prefix.end, end)
 
@@ -62,29 +64,48 @@ class OwnPrefills:
         return cached - _found(prefix.found, cached, prefix.end)
 
     def corrected(self, instance_id: str, answer: bytes) -> bytes:
-        """Return an answer, or a piece of a stream, with usage in which only cache hits count as cached."""
+        """Return an answer, or the data of an event, in whose usage only cache hits count as cached. All other values keep their
+        bytes, whatever they contain; so does an answer that is no JSON object."""
         if instance_id not in self._prefixes or b'"usage"' not in answer:
             return answer
-        return _USAGE.sub(lambda usage: self._usage(instance_id, usage), answer)
-
-    def _usage(self, instance_id: str, match: re.Match[bytes]) -> bytes:
         try:
-            usage = msgspec.json.decode(match[1], type=dict[str, Any])
-        except msgspec.MsgspecError:
-            return match[0]
+            return self._corrected(instance_id, answer) or answer
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return answer
+
+    def corrected_events(self, instance_id: str, events: bytes) -> bytes:
+        """Return a piece of a stream, with the data of each whole event as `corrected`."""
+        return _DATA.sub(lambda data: self.corrected(instance_id, data[0]), events) if b'"usage"' in events else events
+
+    def _corrected(self, instance_id: str, text: bytes | msgspec.Raw) -> bytes | None:
+        members = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        changed = {
+            name: self._corrected(instance_id, members[name]) for name in _WITHIN if _is_object(members.get(name))
+        }
+        if _is_object(members.get("usage")):
+            changed["usage"] = self._usage(instance_id, members["usage"])
+        members |= {name: msgspec.Raw(value) for name, value in changed.items() if value is not None}
+        return msgspec.json.encode(members) if any(changed.values()) else None
+
+    def _usage(self, instance_id: str, text: msgspec.Raw) -> bytes | None:
+        usage = msgspec.json.decode(text, type=dict[str, Any])
         changed = False
         for name in _DETAILS:
             details = usage.get(name)
             if isinstance(details, dict) and isinstance(cached := details.get("cached_tokens"), int):
                 details["cached_tokens"] = cached - self.among(instance_id, cached)
                 changed = True
-        if isinstance(cached := usage.get("cache_read_input_tokens"), int):
+        cached, new = usage.get("cache_read_input_tokens"), usage.get("input_tokens")
+        if isinstance(cached, int) and isinstance(new, int):
             own = self.among(instance_id, cached)
-            usage["cache_read_input_tokens"] = cached - own
             # Anthropic's input_tokens are those that are neither read from nor written to a cache.
-            usage["input_tokens"] = usage.get("input_tokens", 0) + own
+            usage |= {"cache_read_input_tokens": cached - own, "input_tokens": new + own}
             changed = True
-        return b'"usage":' + msgspec.json.encode(usage) if changed else match[0]
+        return msgspec.json.encode(usage) if changed else None
+
+
+def _is_object(value: msgspec.Raw | None) -> bool:
+    return value is not None and bytes(value).lstrip().startswith(b"{")
 
 
 def _found(found: int, cached: int, end: int) -> int:

@@ -214,7 +214,6 @@ class EngineSteps:
 
     async def _prefill_for(self, other: Target, step: StepAssigned) -> None:
         """Prefill the prompt at the step's instance for another one. Raises TransferError."""
-        self._own_prefills.begun(other.instance_id, step.prefill_tokens, step.cached_tokens)
         answer = await self._remote_prefill.prefill(step)
         self._own_prefills.ended(other.instance_id, step.prefill_tokens, 0, _cached(answer))
 
@@ -226,8 +225,12 @@ class EngineSteps:
         path, body = slice_request(context.call, context.ids[: step.prefill_tokens].tolist())
         instance_id, own = step.target.instance_id, self._own_prefills
         computed = own.end(instance_id)
-        own.begun(instance_id, step.prefill_tokens, step.cached_tokens)
-        answer = await self._shared.upstream.post_for_body(step.target, path, body, context.headers_of(step))
+        try:
+            answer = await self._shared.upstream.post_for_body(step.target, path, body, context.headers_of(step))
+        except UpstreamError as error:
+            if error.broke:  # the engine may have computed it
+                own.begun(instance_id, step.prefill_tokens, step.cached_tokens)
+            raise
         if not has_json_form(answer):
             raise UpstreamError("an answer that is no JSON", 200)
         own.ended(instance_id, step.prefill_tokens, computed, _cached(answer))
@@ -398,7 +401,7 @@ class EngineSteps:
         else:
             self._writer.begin(upstream.status, client_headers(upstream.headers) | headers, upstream)
         before = self._sse.count
-        corrected = partial(self._own_prefills.corrected, attempt.instance_id)
+        corrected = partial(self._own_prefills.corrected_events, attempt.instance_id)
         self._sse.correct_usage = corrected if self._own_prefills else None
         failed = UpstreamFailed("the stream ended early", upstream.status, broke=True)
         try:

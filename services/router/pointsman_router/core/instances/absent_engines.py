@@ -3,13 +3,14 @@ in s on one clock."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 # Time after an agent's last report after which its absent engines are forgotten, s.
 FORGOTTEN_AFTER_S = 15.0
-# Maximum number of engines that are kept of one agent, and of agents.
-MAX_ENGINES, MAX_AGENTS = 1_000, 10_000
+# Maximum number of engines that are kept of one agent, and of all agents: what ListInstances returns of them must fit into a
+# message.
+MAX_ENGINES, MAX_ENGINES_IN_ALL = 1_000, 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +27,15 @@ class AbsentEngines:
     """The absent engines of all agents."""
 
     def __init__(self) -> None:
-        self._by_agent: dict[str, tuple[float, tuple[AbsentEngine, ...]]] = {}
+        self._by_agent: dict[Hashable, tuple[float, tuple[AbsentEngine, ...]]] = {}
 
-    def reported(self, agent_id: str, engines: Sequence[AbsentEngine], now: float) -> None:
-        """Replace an agent's absent engines. Mutates."""
+    def reported(self, agent: Hashable, engines: Sequence[AbsentEngine], now: float) -> None:
+        """Replace an agent's absent engines. `agent`: what no other agent has; it is small. Mutates."""
         self._forget(now)
-        self._by_agent.pop(agent_id, None)
-        if engines and len(self._by_agent) < MAX_AGENTS:
-            self._by_agent[agent_id] = now, tuple(engines[:MAX_ENGINES])
+        self._by_agent.pop(agent, None)
+        room = MAX_ENGINES_IN_ALL - sum(len(kept) for _, kept in self._by_agent.values())
+        if kept := tuple(engines[: min(MAX_ENGINES, room)]):
+            self._by_agent[agent] = now, kept
 
     def beside(self, instance_ids: Iterable[str], now: float) -> list[AbsentEngine]:
         """Return the absent engines, ordered by URL, without those of which an instance is known: another agent may follow it.

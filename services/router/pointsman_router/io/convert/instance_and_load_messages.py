@@ -8,6 +8,7 @@ from msgspec.structs import asdict
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman_common.core.engine_identity_wire import identity_of, identity_to_wire
+from pointsman_common.core.printable import printable
 from pointsman_router.core.instances.absent_engines import AbsentEngine
 from pointsman_router.core.placement_types import (
     FIGURES,
@@ -127,7 +128,9 @@ def _kv_transfer(wire: agent_pb2.Instance) -> KvTransfer | None:
 
 def absent_engine(wire: agent_pb2.AbsentEngine) -> AbsentEngine:
     """Return an agent's description of an engine without an instance."""
-    return AbsentEngine(*(text[:MAX_PROBLEM] for text in (wire.instance_id, wire.url, wire.problem, wire.node)))
+    return AbsentEngine(
+        *(printable(text[:MAX_PROBLEM]) for text in (wire.instance_id, wire.url, wire.problem, wire.node))
+    )
 
 
 def load(wire: agent_pb2.Load, now: float) -> Load:
