@@ -72,6 +72,6 @@ async def test_everybody_talks_by_tls(stack: Stack) -> None:
     assert (right[0], right[1].count('"instance_id"')) == (0, 2)
     for status, said in unknown:
         assert status == 1
-        assert "UNAVAILABLE" in said
-    assert "PERMISSION_DENIED" in wrong[1]
+        assert "cannot be reached: it closes the connection; if it has TLS" in said
+    assert "refuses this (role agent may not call" in wrong[1]
     assert "degraded" not in stack.log("router")

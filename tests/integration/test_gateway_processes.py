@@ -103,7 +103,7 @@ async def test_an_address_that_is_taken_is_said_in_one_line(tmp_path: Path) -> N
         _, text = await process.communicate()
     assert process.returncode == 1
     assert text.startswith(b"pointsman gateway: ")
-    assert b"in use" in text
+    assert b"another process listens there" in text
     assert len(text.splitlines()) == 1
 
 

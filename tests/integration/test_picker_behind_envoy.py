@@ -525,7 +525,7 @@ async def test_an_address_in_use_is_reported(tmp_path: Path) -> None:
     async with peers(tmp_path, 1) as up:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             at = f"127.0.0.1:{taken.getsockname()[1]}"
-            with pytest.raises(OSError, match="cannot be listened on"):
+            with pytest.raises(OSError, match="another process listens there"):
                 async with gateway_before(up, ext_proc_listen=at):
                     pass
 

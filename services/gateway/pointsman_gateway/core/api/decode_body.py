@@ -79,7 +79,8 @@ def decode_light(raw: bytes) -> Decoded | None:
     if not small:
         if len(raw) > LIGHT_BYTES or (brackets := len(raw.translate(None, _NO_BRACKETS))) > most_brackets:
             return None
-        # In a text a quote has a backslash before it. Decoding so many objects in vain takes up to 10 ms.
+        # In a text a quote has a backslash before it; one that ends with a brace counts. Decoding so many objects in vain takes
+        # up to 10 ms.
         if brackets > LIGHT_OBJECTS and raw.count(b'{"') > LIGHT_OBJECTS:
             return None
     try:
