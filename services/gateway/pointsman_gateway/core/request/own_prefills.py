@@ -75,7 +75,7 @@ class OwnPrefills:
 
     def corrected_events(self, instance_id: str, events: bytes) -> bytes:
         """Return a piece of a stream, with the data of each whole event as `corrected`."""
-        return _DATA.sub(lambda data: self.corrected(instance_id, data[0]), events) if b'"usage"' in events else events
+        return _DATA.sub(lambda data: self.corrected(instance_id, data[0]), events)
 
     def _corrected(self, instance_id: str, text: bytes | msgspec.Raw) -> bytes | None:
         members = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
