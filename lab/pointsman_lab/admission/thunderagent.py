@@ -35,16 +35,16 @@ LONGEST_WAIT_S = 1_800.0
 
 @dataclass(slots=True)
 class _Program:
-    name: str
-    tokens: int = 0
-    steps: int = 0
+    name: str  # session id
+    tokens: int = 0  # of the newest request's prompt; from its end on, also of its answer
+    steps: int = 0  # number of requests so far, one that waits included
     # Whether it has a request open or waiting; otherwise it is in a tool call.
     reasoning: bool = True
     # Where it is; empty while it is paused or new.
     instance: str = ""
     # When the request that waits came; None if none waits.
     since: float | None = None
-    to_be_paused: bool = False
+    to_be_paused: bool = False  # when its open request ends; its tokens no longer count as used
 
     @property
     def required(self) -> int:

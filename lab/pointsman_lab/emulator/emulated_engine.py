@@ -101,10 +101,10 @@ class EmulateSettings(BaseSettings):
 class EmulatedEngine:
     """A running emulated engine. `model` may be read, but must not be changed."""
 
-    url: str
+    url: str  # base URL with the real port; 127.0.0.1 or ::1 if it listens on all interfaces
     model: EngineModel
-    kv_endpoint: str
-    replay_endpoint: str
+    kv_endpoint: str  # ZMQ address of the KV events as vLLM reports it: with * for all IPv4 interfaces
+    replay_endpoint: str  # of their replay, in the same form
     _runner: web.AppRunner
     _publisher: KVEventPublisher
     _loop_task: asyncio.Task[None]

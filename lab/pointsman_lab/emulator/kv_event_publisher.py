@@ -32,17 +32,18 @@ HIGH_WATER_MARK = 100_000
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, tag_field="type"):
     """Blocks that became cached. Field names and defaults are vLLM's."""
 
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
+    block_hashes: list[int]  # in the order of the prompt
+    parent_block_hash: int | None  # of the block before the first one; None: the prompt begins with the first one
+    token_ids: list[int]  # of all these blocks, in order
+    block_size: int  # tokens per block
+    lora_id: int | None  # always None: there are no LoRA adapters
+    medium: str | None  # GPU, CPU or STORAGE
+    lora_name: str | None  # always None
+    # By block, what its hash includes beside tokens and parent (the cache salt, in a prompt's first block); None: not reported.
     extra_keys: list[tuple[Any, ...] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    session_id: str | None = None
+    group_idx: int | None = None  # number of the KV cache group; always 0, there is only one
+    kv_cache_spec_kind: str | None = None  # always full_attention
+    session_id: str | None = None  # of the request whose blocks they are; None: none, or they are in a tier below
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True, tag_field="type"):

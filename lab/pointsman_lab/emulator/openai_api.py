@@ -40,18 +40,18 @@ class ApiError(Exception):
 class GenerationParams:
     """A validated request."""
 
-    chat: bool
-    model: str
+    chat: bool  # False: of /v1/completions
+    model: str  # the served name, also if the body names none
     prompt: list[int]  # token ids
-    max_tokens: int
-    ignore_eos: bool
-    stream: bool
-    include_usage: bool
-    session_id: str
-    cache_salt: str
-    priority: int
+    max_tokens: int  # of the whole answer, its begun part included; at most what the prompt leaves
+    ignore_eos: bool  # no end before max_tokens; a prepared answer ends all the same
+    stream: bool  # the answer is sent as server-sent events
+    include_usage: bool  # the stream ends with a chunk of usage
+    session_id: str  # the body's session_id, else the X-Session-ID header; empty: none
+    cache_salt: str  # prompts with other salts share no blocks; empty: none
+    priority: int  # smaller is more urgent, as in EngineRequest
     kv_transfer: Mapping[str, Any] | None  # its kv_transfer_params; None: none
-    tool_choice: ToolChoice
+    tool_choice: ToolChoice  # of a completion: none
     begun: BegunAnswer | None = None  # the answer that the request continues; None: its stream tells no ids
 
 

@@ -29,8 +29,8 @@ class BlocksStored(msgspec.Struct, frozen=True, gc=False):
     hashes: tuple[int, ...]  # in order
     parent: int | None  # the block before them; None: they are the first
     token_ids: tuple[int, ...]  # of these blocks
-    session_id: str = ""
-    cache_salt: str = ""
+    session_id: str = ""  # of the request that holds them; empty: none
+    cache_salt: str = ""  # of the same request; empty: none
     already_cached: tuple[int, ...] = ()  # those of the hashes that had physical blocks before
 
 

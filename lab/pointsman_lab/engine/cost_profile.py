@@ -47,24 +47,24 @@ class Profile:
     1.53, 4.57 and 15.2), and decode to its 6-8 ms/token: 96 KiB of KV per token read at 3 TB/s, plus the weights.
     """
 
-    step_s: float = 0.005
-    prefill_token_s: float = 4.708e-5
-    prefill_pair_s: float = 2.8205e-9
-    decode_sequence_s: float = 5e-5
-    decode_kv_token_s: float = 3.3e-8
-    prefill_kv_token_s: float = 0.0
-    wake_s: float = 0.0
+    step_s: float = 0.005  # per step that computes anything
+    prefill_token_s: float = 4.708e-5  # per token of a chunk
+    prefill_pair_s: float = 2.8205e-9  # per pair of a token and one that it attends to, pairs counted twice
+    decode_sequence_s: float = 5e-5  # per sequence and decode step
+    decode_kv_token_s: float = 3.3e-8  # per token of a sequence's KV and decode step
+    prefill_kv_token_s: float = 0.0  # per computed token before a chunk, once for each chunk
+    wake_s: float = 0.0  # once, in the first step after an idle period
     # Time of a KV transfer between instances after its prefill, and the time that a layer-wise push still takes then. Fitted to
     # the reference's 0.123, 0.202 and 0.529 s at 8k, 16k and 32k (this gives 0.13, 0.26 and 0.50) and 0.058 s layer-wise.
     transfer_s: float = 0.010
-    transfer_token_s: float = 1.5e-5
-    layerwise_tail_s: float = 0.058
+    transfer_token_s: float = 1.5e-5  # per token
+    layerwise_tail_s: float = 0.058  # minimum time of a push after its prefill
     # Time of a transfer between the engine's own cache and host memory, and between host memory and shared storage. These are
     # assumed, not measured: 96 KiB of KV per token at 25 GB/s (PCIe 4 x16, or 40 % of PCIe 5 x16), and at 5 GB/s per instance.
     host_s: float = 0.002
-    host_token_s: float = 4.0e-6
-    storage_s: float = 0.010
-    storage_token_s: float = 2.0e-5
+    host_token_s: float = 4.0e-6  # per token
+    storage_s: float = 0.010  # per transfer between host memory and storage
+    storage_token_s: float = 2.0e-5  # per token
 
     def chunk_s(self, tokens: int, computed: int) -> float:
         """Return the seconds for `tokens` tokens of one sequence after `computed` ones; one token is a decode step."""

@@ -18,23 +18,24 @@ from pointsman_lab.engine.prompt_content import NamedPrompt
 class EngineConfig:
     """The engine's settings, named as vLLM's flags are."""
 
-    block_size: int = 16
+    block_size: int = 16  # tokens per block, a multiple of 16
     # Number of blocks that can hold KV; vLLM's num_gpu_blocks counts one more, which it never fills.
     kv_blocks: int = 20_000
     host_blocks: int = 0  # number of blocks that fit into host memory; 0: there is no host tier
-    max_model_len: int = 131_072
-    max_num_batched_tokens: int = 8_192
-    max_num_seqs: int = 256
+    max_model_len: int = 131_072  # maximum tokens of prompt and answer together
+    max_num_batched_tokens: int = 8_192  # maximum tokens per step, of prefill and decode together
+    max_num_seqs: int = 256  # maximum number of running requests
+    # Maximum tokens of one request per step while the engine has others; 0: unlimited.
     long_prefill_token_threshold: int = 0
-    long_prefill_token_threshold_adaptive: bool = False
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    long_prefill_token_threshold_adaptive: bool = False  # raise it to at least an equal share of a step's tokens
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"  # order of waiting requests, and of preemption
     watermark: float = 0.0  # share of the blocks that admitting a request must leave free while others run
     vocabulary: Sequence[int] = range(1_000, 2_000)  # the tokens that the engine generates
-    eos_token_id: int | None = None
+    eos_token_id: int | None = None  # last token of an answer that stops by itself; None: no answer does
     # Range of the answer length, in tokens, of a request that may stop by itself. The length is derived from its prompt.
     natural_length: tuple[int, int] = (16, 96)
     seed: int = 0  # changes its answers
-    hash_seed: int = 0
+    hash_seed: int = 0  # seed of the block hashes: engines of different seeds have no hash in common
 
     def __post_init__(self) -> None:
         if self.block_size < 16 or self.block_size % 16:
@@ -58,13 +59,13 @@ class EngineConfig:
 class EngineRequest:
     """A request to the engine."""
 
-    request_id: str
+    request_id: str  # differs from those of all other open requests of the engine
     # The answer to a NamedPrompt always has `max_tokens` tokens; no event reports them.
     prompt: Sequence[int] | NamedPrompt
-    max_tokens: int
-    ignore_eos: bool = False
-    session_id: str = ""
-    cache_salt: str = ""
+    max_tokens: int  # maximum length of what is generated, `begun` tokens not included; at least 1
+    ignore_eos: bool = False  # the answer does not stop before max_tokens
+    session_id: str = ""  # only reported, with the blocks; empty: none
+    cache_salt: str = ""  # part of the block hashes of a prompt of token ids; empty: none
     remote_tokens: int = 0  # the KV of so many first prompt tokens is delivered from another instance
     priority: int = 0  # smaller is more urgent; it has an effect only under the scheduling policy "priority"
     # The tokens that the engine generates, before the end-of-sequence token, if it has one; empty: its own choice.
@@ -82,7 +83,7 @@ class WaitingForRemoteKv(msgspec.Struct, frozen=True, gc=False):
 class FirstToken(msgspec.Struct, frozen=True, gc=False):
     """The prompt is computed."""
 
-    request_id: str
+    request_id: str  # as in EngineRequest
     cached_tokens: int  # of the prompt, from the local cache
     remote_tokens: int  # from another instance
     host_tokens: int = 0  # from host memory
@@ -154,13 +155,14 @@ class DecodeSteps(msgspec.Struct, frozen=True, gc=False):
 class Counters:
     """Totals since the start, under the names of vLLM's metrics."""
 
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
+    prefix_cache_queries: int = 0  # prompt tokens looked up in the own cache, when a request is first admitted
+    prefix_cache_hits: int = 0  # those of them that were found
+    # Prompt tokens beyond these hits, looked up elsewhere: of requests with remote_tokens, and of all with a host tier.
     external_prefix_cache_queries: int = 0
-    external_prefix_cache_hits: int = 0
-    num_preemptions: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    local_compute: int = 0
-    local_cache_hit: int = 0
-    external_kv_transfer: int = 0
+    external_prefix_cache_hits: int = 0  # tokens found by these: on another instance, in host memory or in storage
+    num_preemptions: int = 0  # times that a request lost its blocks
+    prompt_tokens: int = 0  # of requests whose first token was generated; the sum of the last three fields
+    generation_tokens: int = 0  # end-of-sequence tokens included
+    local_compute: int = 0  # prompt tokens that this engine computed
+    local_cache_hit: int = 0  # prompt tokens from the engine's own cache
+    external_kv_transfer: int = 0  # prompt tokens from another instance, host memory or storage

@@ -16,14 +16,14 @@ from pointsman_lab.engine.prompt_content import NamedContent, TokenContent
 class EngineSequence:
     """A request in the engine model."""
 
-    request: EngineRequest
-    content: TokenContent | NamedContent
+    request: EngineRequest  # as submitted
+    content: TokenContent | NamedContent  # token ids or block names of prompt and answer
     length: int  # number of its tokens so far, including `prompt_length` prompt tokens
-    prompt_length: int
-    end: int
-    natural_end: int | None
-    submitted_at: float
-    held: HeldBlocks = field(default_factory=HeldBlocks)
+    prompt_length: int  # tokens, those of an answer that another engine has begun included
+    end: int  # length at which the answer is cut, by max_tokens or max_model_len
+    natural_end: int | None  # length at which it stops by itself, with an end-of-sequence token; None: it does not
+    submitted_at: float  # s, on the clock of EngineModel.step(); a preemption does not change it
+    held: HeldBlocks = field(default_factory=HeldBlocks)  # none until some are allocated, and after a preemption
     computed: int = 0  # the KV of so many first tokens is in the cache
     cached: int | None = None  # cached tokens of the prompt when it was first admitted; None before
     remote: int = 0  # prompt tokens that came then from another instance

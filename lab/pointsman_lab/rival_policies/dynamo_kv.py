@@ -33,15 +33,19 @@ class DynamoKv(Policy):
     view does not know them.
     """
 
-    name: ClassVar[str] = "dynamo_kv"
+    name: ClassVar[str] = "dynamo_kv"  # as settings and decisions name it
 
+    # Without a unit; 1: as a block in decode.
     prefill_load_scale: float = setting(1.0, 0.0, 1e6, "weight of a block to prefill against a block in decode")
     temperature: float = setting(0.0, 0.0, 1e3, "evenness of a random draw by cost; 0: always the least cost")
     disaggregate: bool = switch(False, "whether another instance may prefill")
+    # Of the chosen instance.
     local_tokens: float = setting(2_048.0, 0.0, 1e9, "uncached tokens below which a prefill may stay (disaggregate)")
+    # Of the chosen instance.
     local_ratio: float = setting(
         0.7, 0.0, 1.0, "uncached share of the prompt below which a prefill may stay; both must hold (disaggregate)"
     )
+    # In blocks of DYNAMO_BLOCK_TOKENS; 0: the other instance must have nothing to prefill.
     busy_blocks: float = setting(0.0, 0.0, 1e9, "maximum blocks to prefill of the other instance (disaggregate)")
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:

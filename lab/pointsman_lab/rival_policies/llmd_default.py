@@ -26,11 +26,15 @@ class LlmdDefault(Policy):
     Source: llm-d-router's default scorer weights. A reading of what is published: not compared with the program.
     """
 
-    name: ClassVar[str] = "llmd_default"
+    name: ClassVar[str] = "llmd_default"  # as settings and decisions name it
 
+    # Multiplies 0 (the longest queue of those available) to 1 (the shortest).
     queue_weight: float = setting(2.0, 0.0, 1e6, "weight of a short queue")
+    # Multiplies 0 (a full KV cache) to 1 (an empty one).
     kv_weight: float = setting(2.0, 0.0, 1e6, "weight of the free share of the KV cache")
+    # Multiplies 0 (nothing cached) to 1 (the whole prompt).
     prefix_weight: float = setting(3.0, 0.0, 1e6, "weight of the cached share of the prompt")
+    # Of the chosen instance.
     pd_threshold_tokens: float = setting(
         0.0, 0.0, 1e9, "uncached tokens from which another instance prefills; 0: never"
     )

@@ -30,11 +30,15 @@ class Preble(Policy):
     A reading of what is published: not compared with the program.
     """
 
-    name: ClassVar[str] = "preble"
+    name: ClassVar[str] = "preble"  # as settings and decisions name it
 
+    # 0 to 1, of the prompt's tokens.
     exploit_ratio: float = setting(0.5, 0.0, 1.0, "share of the prompt that a match must exceed")
+    # Without a unit; the mean is over the eligible instances.
     overload_factor: float = setting(2.0, 0.0, 1e6, "maximum work of a match, as a multiple of the mean work")
+    # Without a unit; 0: requests in decode do not count as work.
     decode_weight: float = setting(0.01, 0.0, 1e6, "weight of a running decode's context token against a prefill token")
+    # Without a unit; 0: evictions do not count.
     eviction_weight: float = setting(1.0, 0.0, 1e6, "weight of an evicted token against a prefill token")
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:

@@ -20,7 +20,7 @@ from pointsman_lab.workload.traces import TraceRequest
 class Turn:
     """A request to be sent."""
 
-    request: TraceRequest
+    request: TraceRequest  # of a sub-agent's first turn a SubagentRequest
     later_turns: Session  # the session's turns after it
     pool: str  # the session's
     may_continue: bool = False  # the session may have further turns that are not known yet

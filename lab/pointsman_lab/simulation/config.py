@@ -41,9 +41,10 @@ class SimulationConfig:
     constant. Each request has its own draws, so under one `seed` a request has the same delays with every policy.
     """
 
-    instances: int = 8
+    instances: int = 8  # their number at the beginning
     names: tuple[str, ...] = ()  # of the instances; empty: they are numbered
     policy: str | Policy = "unified"  # a name, with `policy_settings`, or a policy object
+    # Values over the policy's defaults, by setting; not used with a policy object.
     policy_settings: Mapping[str, object] = field(default_factory=dict)
     timing: str = "trace"  # "trace" or "think", as in replays
     time_scale: float = 1.0  # times of the trace are multiplied by it
@@ -87,9 +88,9 @@ class SimulationConfig:
     # If False, agents report only the keys of engines' own caches, so that routers do not know of the tiers below.
     tiers_reported: bool = True
     timeouts: RequestTimeouts = field(default_factory=RequestTimeouts)  # a gateway's other timeouts
-    router: StateSettings = field(default_factory=StateSettings)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    profile: Profile = field(default_factory=Profile)
+    router: StateSettings = field(default_factory=StateSettings)  # of every router
+    engine: EngineConfig = field(default_factory=EngineConfig)  # of every instance
+    profile: Profile = field(default_factory=Profile)  # of every instance
 
     def __post_init__(self) -> None:
         if self.engine.block_size != KEY_TOKENS:

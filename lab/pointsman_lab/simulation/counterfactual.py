@@ -33,8 +33,8 @@ class ObservedRequest(TraceRequest, frozen=True, kw_only=True):
     output_length was reported, not assumed.
     """
 
-    request_id: str
-    model: str
+    request_id: str  # its X-Request-ID header, or else an id that its observer gave it
+    model: str  # of the pool that serves it
     instance: str = ""
     cached_tokens: int | None = None
     keyed: bool = True
@@ -123,7 +123,7 @@ class PlacementTotals:
 
     requests: int = 0
     failed: int = 0
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # input_length of the trace, summed
     # Number of requests whose instance is known.
     placed: int = 0
     # Number of those that the counterfactual fleet placed on the same instance.
@@ -132,13 +132,13 @@ class PlacementTotals:
     keyed: int = 0
     # Number of requests whose output length was reported.
     output_known: int = 0
-    recorded: _Side = field(default_factory=_Side)
-    counterfactual: _Side = field(default_factory=_Side)
+    recorded: _Side = field(default_factory=_Side)  # the fleet in which requests go where they really went
+    counterfactual: _Side = field(default_factory=_Side)  # the fleet in which the policy places them
     # Requests whose instance is known and whose engine reported cached tokens: their tokens by engine and by model.
     reported_requests: int = 0
-    reported_prompt_tokens: int = 0
-    reported_cached_tokens: int = 0
-    modelled_cached_tokens: int = 0
+    reported_prompt_tokens: int = 0  # input_length, summed
+    reported_cached_tokens: int = 0  # as the engines reported them
+    modelled_cached_tokens: int = 0  # of the same requests in the recorded fleet's model
 
     def add(self, pair: RequestPair) -> None:
         """Count a pair. Mutates."""

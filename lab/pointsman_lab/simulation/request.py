@@ -22,9 +22,9 @@ from pointsman_router.core.placement_types import PlacementRequest
 class SimulatedRequest:
     """A request from its arrival to its end."""
 
-    turn: Turn
-    record: RequestRecord
-    prompt: NamedPrompt
+    turn: Turn  # replaced when an admission rule of the lab chooses the instance
+    record: RequestRecord  # written as the request proceeds, complete at its end
+    prompt: NamedPrompt  # as names, for the engines; all attempts have the same
     placement: PlacementRequest  # with the id of the current attempt
     # Of the client's current request; None before the client has sent one.
     state_machine: RequestStateMachine | None = None
@@ -38,7 +38,7 @@ class SimulatedRequest:
     computed_at: str = ""
     # The instance where the current attempt is open, and whether its answer has begun there.
     open_at: str = ""
-    began: bool = False
+    began: bool = False  # its first token has come from there
     # Number of requests to routers. A router's answer to any but the last one is void.
     questions: int = 0
     # What is open upstream: instance and the engine's name for it; ("", "") for nothing.
@@ -47,18 +47,18 @@ class SimulatedRequest:
     follow_ups: deque[Event] = field(default_factory=deque)
     # Time of the state machine's next scheduled tick, s; None: no tick is scheduled.
     tick_at: float | None = None
-    failure: FailRequest | None = None
+    failure: FailRequest | None = None  # the error for the client's current request; None: it has not failed
     # Whether the client has disconnected.
     left: bool = False
     # The engine's message when it rejected the request.
     rejection: str = ""
-    draw_count: int = 0
+    draw_count: int = 0  # number of random delays drawn so far, over all attempts
     # Result of the last PREFILL step: tokens that it left on its instance, and its computing time in s.
     prefilled: int = 0
-    prefill_s: float = 0.0
+    prefill_s: float = 0.0  # as one chunk, without the constant part of a step
     # What earlier steps have computed, and how much of it is among the answer's cached tokens.
     own_prefills: OwnPrefills = field(default_factory=OwnPrefills)
-    own_cached: int = 0
+    own_cached: int = 0  # tokens; record.cached_tokens does not include them
 
     def begin(self, timeouts: RequestTimeouts) -> RequestStateMachine:
         """Start the client's request, for the first time or as a retry; every retry has its own id. Mutates."""

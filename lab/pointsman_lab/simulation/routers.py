@@ -28,12 +28,12 @@ OnEffect = Callable[[str, ev.Effect, float], None]
 class _StoredPool:
     """The content of the shared store for one pool."""
 
-    reservations: dict[str, Reservation] = field(default_factory=dict)
-    sessions: dict[str, str] = field(default_factory=dict)
-    mean_work: MeanWork | None = None
-    idle_sessions: IdleSessions | None = None
-    idle_stored_at: float = 0.0
-    facts: PoolFacts | None = None
+    reservations: dict[str, Reservation] = field(default_factory=dict)  # the open ones, by request id
+    sessions: dict[str, str] = field(default_factory=dict)  # session -> id of the instance that owns it
+    mean_work: MeanWork | None = None  # None: no owner has stored one
+    idle_sessions: IdleSessions | None = None  # None: no owner has stored them
+    idle_stored_at: float = 0.0  # time of the run at which idle_sessions was stored, s
+    facts: PoolFacts | None = None  # by which the owner chose the pool's policy; None: no owner has stored them
 
 
 class Routers:
