@@ -24,8 +24,8 @@ SATURATED = 0.5
 class Knee:
     """The knee of one policy over loads that differ by the rate alone."""
 
-    policy: str
-    loads: tuple[str, ...]
+    policy: str  # as its cells are labelled (Cell.policy)
+    loads: tuple[str, ...]  # labels of the cells (Cell.load), one for each of `rates`
     rates: tuple[float, ...]  # of the sweep
     powers: tuple[float, ...]  # answers per s squared, at each rate
     agreement: float  # share of seeds whose own greatest power is at the knee

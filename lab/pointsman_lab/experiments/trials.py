@@ -71,13 +71,13 @@ class Trial:
 class MetricComparison:
     """One metric of one group of requests: its mean over trials, and its paired difference to the baseline (None without one)."""
 
-    load: str
-    policy: str
-    baseline: str
-    group: str
-    metric: str
-    value: Estimate
-    difference: Estimate | None
+    load: str  # as Cell.load
+    policy: str  # as Cell.policy
+    baseline: str  # the policy that `policy` is compared with; may be `policy` itself
+    group: str  # all, a class as class_of() names it, or by RULE (see measure())
+    metric: str  # as measure() names it; times end with _s
+    value: Estimate  # of `policy`, over the seeds that have the metric
+    difference: Estimate | None  # policy - baseline, over the seeds that both have
 
     @property
     def verdict(self) -> str:

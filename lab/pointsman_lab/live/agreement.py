@@ -55,11 +55,11 @@ class Case:
 class StoredRun(msgspec.Struct, frozen=True):
     """The measures of a run."""
 
-    kind: Kind
-    policy: str
-    rate: float
-    seed: int
-    measures: dict[str, float]
+    kind: Kind  # live or simulated
+    policy: str  # with the ending +admission for a router with session admission
+    rate: float  # factor on the recorded rate of session starts
+    seed: int  # of the draw
+    measures: dict[str, float]  # by metric, as run_measures() returns them
     costs: int  # number of the fleet's costs, which are measured around a live run and used for a simulated run
     wake_delay_s: float = 0.0  # mean delay of a task that sleeps during a live run: a busy machine wakes it late
 
@@ -88,11 +88,11 @@ def run_measures(records: Sequence[RequestRecord]) -> dict[str, float]:
 class MeanComparison(msgspec.Struct, frozen=True):
     """The means of one metric of one policy, live and simulated."""
 
-    rate: float
-    policy: str
-    metric: str
-    live: float
-    simulated: float
+    rate: float  # as StoredRun.rate
+    policy: str  # as StoredRun.policy
+    metric: str  # a key of METRICS
+    live: float  # mean of the live runs, in s; of hit_ratio a share, 0 to 1
+    simulated: float  # mean of the simulated runs of the same draws
     trials: int  # number of draws that the means are over
 
     @property
@@ -107,12 +107,12 @@ class MeanComparison(msgspec.Struct, frozen=True):
 class SignComparison:
     """The paired difference of `policy` to `baseline` in one metric, live and simulated."""
 
-    rate: float
+    rate: float  # as StoredRun.rate
     policy: str
     baseline: str
-    metric: str
-    live: Estimate
-    simulated: Estimate
+    metric: str  # a key of METRICS
+    live: Estimate  # policy - baseline in the live runs, over the draws that both served live and simulated
+    simulated: Estimate  # the same of the simulated runs
 
     @property
     def verdict(self) -> str:

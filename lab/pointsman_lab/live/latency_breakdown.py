@@ -26,32 +26,32 @@ PARTS = {
 class RequestBreakdown(RequestTiming, kw_only=True):
     """The timing of one request, with the decision that placed it."""
 
-    session: str
-    turn: int
-    decision: str
-    policy: str
-    mode: str
-    route_class: str
-    reason: str
-    rule: str
-    outcome: str
-    status: int
+    session: str  # as the trace names it
+    turn: int  # as the trace has it, from 1
+    decision: str  # id, from the answer's X-Pointsman-Decision header
+    policy: str  # the policy that decided, without its settings
+    mode: str  # COLOCATED or OFFLOAD
+    route_class: str  # on the chosen instance: LIGHT, MEDIUM or HEAVY
+    reason: str  # of the choice, one word, as the policy gives it
+    rule: str  # reason of the plan's last step, which answers; empty: the plan has no steps
+    outcome: str  # OK, CANCELLED, REJECTED, FAILED or UNKNOWN; OPEN: the router has no report of the end
+    status: int  # HTTP status that the client got; 0: no response
     # Instances of the plan's steps, in their order.
     instances: list[str]
     # The instance with the second-best score.
     runner_up: str = ""
-    session_owner: str = ""
-    degraded: bool = False
-    notes: list[str] = msgspec.field(default_factory=list)
+    session_owner: str = ""  # instance that owned the session before the decision; empty: none
+    degraded: bool = False  # the decision was made while the shared store was away
+    notes: list[str] = msgspec.field(default_factory=list)  # other influences: owner_draining, hold_expired, ...
     # The part of the plan that failed.
     fallback: str = ""
-    held_s: float = 0.0
-    decide_s: float = 0.0
-    input_tokens: int = 0
-    predicted_cached_tokens: int = 0
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    output_tokens: int | None = None
+    held_s: float = 0.0  # how long the router had held the request when it decided
+    decide_s: float = 0.0  # how long the decision itself took
+    input_tokens: int = 0  # of the prompt, as counted for the placement
+    predicted_cached_tokens: int = 0  # prompt tokens that were predicted to be cached on the chosen instance
+    prompt_tokens: int | None = None  # as the engine counted them and the gateway reported; None: not reported
+    cached_tokens: int | None = None  # the same, with what the request's own earlier steps computed
+    output_tokens: int | None = None  # as prompt_tokens
 
 
 def break_down(

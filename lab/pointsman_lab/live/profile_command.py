@@ -70,9 +70,9 @@ class ProfileSettings(BaseSettings):
 class Measurements:
     """Results of measuring engines."""
 
-    engine: dict[str, int] = field(default_factory=dict)
-    prefills: list[PrefillTime] = field(default_factory=list)
-    decodes: list[DecodeTime] = field(default_factory=list)
+    engine: dict[str, int] = field(default_factory=dict)  # fields of EngineConfig; of several engines, what all meet
+    prefills: list[PrefillTime] = field(default_factory=list)  # medians of repetitions; empty: not measured
+    decodes: list[DecodeTime] = field(default_factory=list)  # the same, by batch and length
     frontend_s: tuple[float, float] = (0.0, 0.0)  # seconds of the front end per request and per prompt token
     # Decode steps of single sequences whose tokens were streamed through a gateway; empty without a gateway.
     streamed_decodes: list[DecodeTime] = field(default_factory=list)

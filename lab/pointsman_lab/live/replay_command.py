@@ -86,12 +86,12 @@ class ReplayError(RuntimeError):
 class ReplayResult:
     """Results of a replay. Without a router there are no samples, caches and breakdown."""
 
-    records: list[RequestRecord] = field(default_factory=list)
-    interrupted: bool = False
-    samples: list[InstanceSample] = field(default_factory=list)
-    missed_samples: int = 0
-    caches: dict[str, Any] | None = None
-    breakdown: dict[str, Any] | None = None
+    records: list[RequestRecord] = field(default_factory=list)  # in the order in which requests ended
+    interrupted: bool = False  # the task was cancelled (Ctrl-C) before all requests had ended
+    samples: list[InstanceSample] = field(default_factory=list)  # of all instances, one every sample_s; by time
+    missed_samples: int = 0  # number of times that the router did not answer for a sample
+    caches: dict[str, Any] | None = None  # content of cache.json, by instance: FleetWatcher.caches()
+    breakdown: dict[str, Any] | None = None  # content of breakdown.json: timing_source, parts_s and requests
 
 
 def run(settings: ReplaySettings) -> None:

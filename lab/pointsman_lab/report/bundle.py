@@ -42,10 +42,10 @@ class BundleError(ValueError):
 class Bundle:
     """The content of a bundle."""
 
-    config: Mapping[str, Any]
-    records: Sequence[RequestRecord]
-    summary: Mapping[str, Any]
-    samples: Sequence[InstanceSample] = ()
+    config: Mapping[str, Any]  # the run's settings, with git_commit
+    records: Sequence[RequestRecord]  # in the order of metrics.jsonl
+    summary: Mapping[str, Any]  # of summarise(); of a trial its Measures
+    samples: Sequence[InstanceSample] = ()  # by time; empty if the run took none
     caches: Mapping[str, Any] | None = None  # None if the run had no router to read them from
     breakdown: Mapping[str, Any] | None = None  # None if the run had no router to read it from
 

@@ -137,14 +137,14 @@ class Hotspot:
 class SessionShare:
     """The requests of one session on one instance."""
 
-    session: str
-    requests: int
-    prompt_tokens: int
+    session: str  # its id, as in RequestRecord
+    requests: int  # their number, failed ones included
+    prompt_tokens: int  # as the engine counted them; requests without a count are left out
     computed_tokens: int  # prompt tokens that were not cached
-    output_tokens: int
+    output_tokens: int  # the same
     open_s: float  # sum of the requests' E2E
-    ttft_max_s: float
-    records: list[RequestRecord]
+    ttft_max_s: float  # 0 if no request had a first token
+    records: list[RequestRecord]  # the requests themselves, in the order of the run's records
 
 
 def hotspot(records: Sequence[RequestRecord]) -> Hotspot | None:
@@ -187,13 +187,13 @@ def slowest(records: Sequence[RequestRecord]) -> list[tuple[RequestRecord, int]]
 class LatencyDifference:
     """Difference of a latency between two runs, request by request (s): other - base, negative is faster."""
 
-    pairs: int
-    mean: float
+    pairs: int  # number of requests that have the latency in both runs
+    mean: float  # over the pairs
     # Ends of the mean's 95 % interval over resampled sessions of the same two runs. The interval does not include the variation
     # between different pairs of runs.
     low: float
-    high: float
-    median: float
+    high: float  # upper end
+    median: float  # over the pairs
     faster: float  # share of the pairs
     slower: float  # share of the pairs
 

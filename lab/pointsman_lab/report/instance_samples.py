@@ -26,21 +26,21 @@ class InstanceSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """One instance at one moment of a run."""
 
     t: float  # s from the run's start
-    instance: str
+    instance: str  # its id
     num_requests: int = 0  # from here on the router's own state
-    pending_prefill_tokens: int = 0
-    ongoing_decode_tokens: int = 0
-    keys: int = 0
-    sessions: int = 0
+    pending_prefill_tokens: int = 0  # prompt tokens that are placed and not computed yet
+    ongoing_decode_tokens: int = 0  # prompt tokens of the sequences past their first token
+    keys: int = 0  # number of block keys, of 16 tokens each, in the exact index; in a simulation, as the agent has them
+    sessions: int = 0  # number of sessions that it owns
 
     running: int = 0  # from here on the engine's last report, with counters since its start
-    waiting: int = 0
-    kv_usage: float = 0.0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    external_queries: int = 0
-    external_hits: int = 0
-    gpus: tuple[GpuSample, ...] = ()
+    waiting: int = 0  # requests in the engine's queue
+    kv_usage: float = 0.0  # share of the KV blocks in use, 0 to 1
+    prefix_queries: int = 0  # prompt tokens looked up in the local prefix cache
+    prefix_hits: int = 0  # those of them that were found
+    external_queries: int = 0  # prompt tokens looked up through a KV connector
+    external_hits: int = 0  # those of them that were found
+    gpus: tuple[GpuSample, ...] = ()  # empty if the agent reports none
 
 
 def sample(

@@ -8,32 +8,32 @@ import msgspec
 class RequestRecord(msgspec.Struct, kw_only=True):
     """One request of a replay or simulation. Times in s: t_send from the run's start, ttft_s and e2e_s from t_send."""
 
-    session: str
-    turn: int
-    instance: str = ""
-    decision: str = ""
+    session: str  # as the trace names it
+    turn: int  # as the trace has it, from 1
+    instance: str = ""  # id of the one that it was last sent to; empty: none, or a replay without a gateway
+    decision: str = ""  # id; in a simulation that of the first decision; empty: none
     # From the decision, empty if the run did not read it: mode, route class, reason, and the rule that chose the answering
     # instance (session_affinity, least_load_x_work, offload, migrate, ...).
     mode: str = ""
-    route_class: str = ""
-    reason: str = ""
-    rule: str = ""
+    route_class: str = ""  # LIGHT, MEDIUM or HEAVY
+    reason: str = ""  # one word, as the policy gives it
+    rule: str = ""  # in the same form
     # Cached tokens that the decision predicted. `cached_tokens` are those that the engine found when it began, of which
     # `host_tokens` were in host memory and `storage_tokens` in storage; only simulations know these two.
     predicted_cached_tokens: int | None = None
     # HTTP status, 0 without a response; `error` is empty for a complete answer.
     status: int = 0
-    error: str = ""
-    t_send: float = 0.0
+    error: str = ""  # for people: the server's message, or what went wrong at the client
+    t_send: float = 0.0  # when it was first sent; retries do not change it
     # Time that the request waited until it was admitted, s.
     parked_s: float = 0.0
-    ttft_s: float | None = None
-    e2e_s: float = 0.0
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    host_tokens: int = 0
-    storage_tokens: int = 0
-    output_tokens: int | None = None
+    ttft_s: float | None = None  # None: no token arrived
+    e2e_s: float = 0.0  # to the end, successful or not
+    prompt_tokens: int | None = None  # as the engine counted them; None: not reported
+    cached_tokens: int | None = None  # without what the request's own earlier steps computed; None: not reported
+    host_tokens: int = 0  # 0 in replays
+    storage_tokens: int = 0  # 0 in replays
+    output_tokens: int | None = None  # as the engine counted them; None: not reported
 
     @property
     def ok(self) -> bool:

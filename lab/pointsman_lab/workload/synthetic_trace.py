@@ -58,33 +58,33 @@ class SessionShape:
 
     # Number of kinds of agents; the k-th is used in proportion to 1/k. system_tokens is the length of their system prompts.
     agents: Positive = 6
-    system_tokens: Amount = 9_000
-    system_spread: Spread = 0.3
+    system_tokens: Amount = 9_000  # one draw for each kind
+    system_spread: Spread = 0.3  # over the kinds
     # A session's own context at its first turn.
     context_tokens: Amount = 28_000
-    context_spread: Spread = 1.0
+    context_spread: Spread = 1.0  # of sub-agents' contexts, too
     # Tokens that a turn adds in addition to the last answer.
     growth_tokens: Amount = 1_600
-    growth_spread: Spread = 1.4
-    output_tokens: Amount = 150
-    output_spread: Spread = 1.0
+    growth_spread: Spread = 1.4  # draws above GROWTH_LIMIT_TOKENS are repeated
+    output_tokens: Amount = 150  # of one answer
+    output_spread: Spread = 1.0  # draws above OUTPUT_LIMIT_TOKENS are repeated
     # Mean number of turns of a session. Geometric: the chance that a turn is the last one is the same after each.
     mean_turns: Turns = 4.5
     # Pauses: a tool runs, or (with probability human_share) a person thinks.
     tool_s: Amount = 5.0
-    tool_spread: Spread = 0.8
-    human_share: Share = 0.2
-    human_s: Amount = 40.0
-    human_spread: Spread = 1.0
+    tool_spread: Spread = 0.8  # no limit to the length
+    human_share: Share = 0.2  # of the pauses; 0: all are tools'
+    human_s: Amount = 40.0  # longer pauses are cut to PAUSE_LIMIT_S
+    human_spread: Spread = 1.0  # before the cut
     # Chance, before a later turn, that a summary replaces everything but the system prompt. Certain beyond max_tokens.
     reset_chance: Share = 0.03
-    summary_tokens: Amount = 5_000
-    max_tokens: Positive = 131_072
+    summary_tokens: Amount = 5_000  # with SUMMARY_SPREAD; the system prompt is not included
+    max_tokens: Positive = 131_072  # maximum input of one request; at least twice a system prompt
     # Chance, after a turn, of a sub-agent with its own context and number of turns.
     subagent_chance: Share = 0.06
-    subagent_context_tokens: Amount = 4_000
-    subagent_mean_turns: Turns = 4.0
-    block_size: Positive = 512
+    subagent_context_tokens: Amount = 4_000  # with context_spread; the system prompt is not included
+    subagent_mean_turns: Turns = 4.0  # geometric, as mean_turns
+    block_size: Positive = 512  # tokens per block of the trace's hash_ids
 
 
 AGENTIC = SessionShape()

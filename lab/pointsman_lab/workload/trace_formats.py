@@ -57,23 +57,24 @@ class MooncakeLine(msgspec.Struct, frozen=True):
 class BailianLine(msgspec.Struct, frozen=True):
     """A line of the Bailian traces; `timestamp` in s. The fields `type` and `turn` are not needed."""
 
-    chat_id: int
-    parent_chat_id: int
+    chat_id: int  # occurs once in a file
+    parent_chat_id: int  # the chat that this one continues; if it is not earlier in the file, this one opens a session
     timestamp: Milliseconds
-    input_length: Count
-    output_length: Amount
-    hash_ids: tuple[int, ...]
+    input_length: Count  # of the whole prompt, tokens
+    output_length: Amount  # tokens; 0 is read as 1
+    hash_ids: tuple[int, ...]  # of the prompt's blocks of BAILIAN_BLOCK tokens; a last partial block may have one
 
 
 class AiperfLine(msgspec.Struct, frozen=True):
     """A line of aiperf's mooncake_trace; times in ms. Lines with texts are rejected, because they contain no token counts."""
 
-    input_length: Count
-    session_id: str
-    output_length: Amount = 1
+    input_length: Count  # tokens; in a later line of a session only those after the last answer
+    session_id: str  # as the file names it
+    output_length: Amount = 1  # tokens; 0 is read as 1
+    # Of the input's blocks of MOONCAKE_BLOCK tokens; only those of a session's first line are used; empty: not given.
     hash_ids: tuple[int, ...] = ()
-    timestamp: Milliseconds | None = None
-    delay: Milliseconds | None = None
+    timestamp: Milliseconds | None = None  # None: dated by delay and the assumed end of the last answer
+    delay: Milliseconds | None = None  # pause since the end of the last answer; of a first line since 0
 
 
 def read_pointsman(lines: Lines) -> Iterator[TraceRequest]:
@@ -173,8 +174,8 @@ class SessionDeriver:
     def __init__(self) -> None:
         # By the number of the block before and the id: a block's number. Ids need not identify a whole prefix.
         self._numbers: dict[tuple[int, int], int] = {}
-        self._session_of: list[int | None] = []
         # By block number: its session, or None.
+        self._session_of: list[int | None] = []
         # By session: tokens and blocks of the last input.
         self._lengths: list[tuple[int, int]] = []
         # By session: number of turns.

@@ -26,14 +26,14 @@ class TraceError(ValueError):
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a trace."""
 
-    timestamp_ms: Milliseconds
-    session_id: str | int
-    turn: Count
-    input_length: Count
-    output_length: Count
-    hash_ids: tuple[int, ...]
-    block_size: Count
-    think_ms: Milliseconds | None = None
+    timestamp_ms: Milliseconds  # time of sending, from any origin
+    session_id: str | int  # text or number, as the source has it
+    turn: Count  # from 1, in the order of the session
+    input_length: Count  # tokens of the whole prompt
+    output_length: Count  # tokens of the answer
+    hash_ids: tuple[int, ...]  # of the prompt's blocks, in order; a last partial block may have one
+    block_size: Count  # tokens per block
+    think_ms: Milliseconds | None = None  # pause since the end of the session's last answer; None: unknown
 
     @property
     def session(self) -> str:
