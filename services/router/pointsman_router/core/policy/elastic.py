@@ -47,14 +47,20 @@ class Elastic(Unified):
     from its prefill of 32k tokens in 4.4 s.
     """
 
-    name: ClassVar[str] = "elastic"
-    uses_shortlist: ClassVar[bool] = False
+    name: ClassVar[str] = "elastic"  # as registered, and as decisions record it
+    uses_shortlist: ClassVar[bool] = False  # P may be an instance that a shortlist leaves out
 
+    # cost compares seconds, heuristic tokens
     decider: str = choice("cost", ("cost", "heuristic"), "what decides on an offload")
+    # tokens; below it the reason is below_threshold
     heavy_new_tokens: float = setting(HEAVY_NEW_TOKENS, 1.0, 1e9, "new tokens from which a request is HEAVY")
+    # tokens/s, of all instances alike; not the learned curve
     throughput: float = setting(7_000.0, 1.0, 1e9, "prefilled tokens per second (cost)")
+    # added to each transfer, however long
     transfer_base_s: float = setting(0.0, 0.0, 60.0, "fixed seconds per KV transfer (cost)")
+    # s per token that is new on D
     transfer_token_s: float = setting(1.6e-5, 0.0, 1.0, "seconds of a KV transfer per token (cost)")
+    # on P's ongoing_tokens; the mean is over all instances that are not excluded
     prefill_overload_factor: float = setting(
         1.5, 0.0, 1e6, "maximum load of P, as a multiple of the mean load (heuristic)"
     )

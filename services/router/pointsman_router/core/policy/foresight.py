@@ -64,36 +64,48 @@ class Foresight(Policy):
     Source: Pointsman's own study (docs/findings.md).
     """
 
-    name: ClassVar[str] = "foresight"
-    uses_shortlist: ClassVar[bool] = True
+    name: ClassVar[str] = "foresight"  # as registered, and as decisions record it
+    uses_shortlist: ClassVar[bool] = True  # the instances left out count in `idle` only
 
+    # times u: s of prefill on the chosen instance, so tokens by its curve
     slice_factor: float = setting(
         0.3, 0.0, 1e6, "length of a slice, in multiples of the mean request cost; 0: no slices"
     )
+    # s per s of the request's age, added to slice_factor * u
     slice_growth: float = setting(
         0.0, 0.0, 1e6, "seconds by which a slice is longer for each second that the request has waited"
     )
+    # with less left that can be sliced, the rest goes in one piece
     slice_min_tokens: float = setting(1024.0, 16.0, 1e9, "minimum length of a slice, in tokens")
+    # times u, compared with the least C over the instances
     light_factor: float = setting(
         2.0, 0.0, 1e6, "maximum cost of a light request, in multiples of the mean request cost"
     )
+    # times u, compared with the wait; NO_WAIT_LIMIT once the request was held for the maximum time
     light_wait_factor: float = setting(
         1.5, 0.0, 1e6, "maximum wait of a light request, in multiples of the mean request cost"
     )
+    # times u, compared with the work ahead; NO_WAIT_LIMIT as in light_wait_factor
     heavy_wait_factor: float = setting(
         0.2, 0.0, 1e6, "maximum work ahead of a heavy request, in multiples of the mean request cost"
     )
+    # s per s; the queue penalty is min C / ageing_rate
     ageing_rate: float = setting(0.1, 1e-3, 1e6, "seconds of cost that a second of waiting offsets in the queue")
+    # s per s of C_i - min C
     lost_cache_weight: float = setting(
         0.3, 0.0, 1e6, "penalty per second of prefill that the best cached instance would save"
     )
+    # s per s of rest_i, times `idle`
     remainder_weight: float = setting(
         0.3, 0.0, 1e6, "penalty per second left of other heavy prompts there, whose slices slow the answer"
     )
+    # s per s of C_i and answer past its first token there
     interference: float = setting(0.05, 0.0, 1e6, "penalty per second of prefill and running decode there")
+    # added to interference in proportion to 1 - idle
     busy_interference: float = setting(
         0.3, 0.0, 1e6, "increase of interference if every instance has prefills, since slow answers fill the KV cache"
     )
+    # times u, in s; only where the KV capacity is known
     overflow_factor: float = setting(
         1.0, 0.0, 1e6, "penalty for more open prompts than the KV cache holds, in multiples of the mean request cost"
     )

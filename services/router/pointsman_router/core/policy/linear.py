@@ -51,13 +51,16 @@ class Additive(Policy):
     prefilled tokens per second (32k in 4.4 s).
     """
 
-    name: ClassVar[str] = "additive"
-    uses_shortlist: ClassVar[bool] = True
+    name: ClassVar[str] = "additive"  # as registered, and as decisions record it
+    uses_shortlist: ClassVar[bool] = True  # the mean needs only sums of the instances left out
 
+    # one factor for both limits of rule 1; rule 2 has none
     overload_factor: float = setting(
         2.0, 0.0, 1e6, "maximum load and cost of the owner, in multiples of the mean load and the least cost"
     )
+    # s per open request, whether it decodes or not
     decode_iteration_s: float = setting(0.007, 0.0, 10.0, "seconds that an open request adds")
+    # tokens/s, of all instances alike; not the learned curve
     throughput: float = setting(7_000.0, 1.0, 1e9, "prefilled tokens per second")
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:

@@ -36,16 +36,22 @@ class Migrate(Unified):
     Source: the reference system's migrate v3, which states no defaults.
     """
 
-    name: ClassVar[str] = "migrate"
-    uses_shortlist: ClassVar[bool] = False
+    name: ClassVar[str] = "migrate"  # as registered, and as decisions record it
+    uses_shortlist: ClassVar[bool] = False  # a target may be an instance that a shortlist leaves out
 
+    # rotation ignores caches, cache_rich takes the most cached tokens
     picker: str = choice("rotation", ("rotation", "cache_rich"), "how a target is picked")
+    # tokens; below it the reason is below_threshold
     min_new_tokens: float = setting(LIGHT_NEW_TOKENS, 1.0, 1e9, "new tokens on the host from which a decode may move")
+    # tokens, the host's ongoing_decode_tokens; below it the reason is host_idle
     min_prefill_decode_busy: float = setting(
         1.0, 0.0, 1e9, "context tokens in decode on the host from which a decode may move"
     )
+    # of requests; the target's recent migrations count, the host's do not
     target_load_ratio: float = setting(0.7, 0.0, 1.0, "maximum load of a target, as a share of the host's requests")
+    # requests; counted as for target_load_ratio
     min_load_gap: float = setting(2.0, 0.0, 1e6, "minimum number of requests that a target has fewer than the host")
+    # if not, the session stays with the host, which has its prompt
     rotate_affinity: bool = switch(False, "the session belongs to the target afterwards")
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:

@@ -41,17 +41,22 @@ class Unified(Policy):
     ceiling solves a problem that the reference leaves open, with the reference's first overload factor (2.0).
     """
 
-    name: ClassVar[str] = "unified"
-    uses_shortlist: ClassVar[bool] = True
+    name: ClassVar[str] = "unified"  # as registered, and as decisions record it
+    uses_shortlist: ClassVar[bool] = True  # means and ceiling need only sums of the instances left out
 
+    # rule 1; the mean includes the owner and the instances left out
     overload_factor: float = setting(
         1.3, 0.0, 1e6, "maximum requests of the owner for affinity, as a multiple of the mean"
     )
+    # of ongoing_decode_tokens, in tokens to compute
     decode_weight: float = setting(0.01, 0.0, 1e6, "weight of a running decode's context token against a prefill token")
+    # rule 1; the owner's cached tokens / the request's input tokens
     affinity_ratio: float = setting(0.5, 0.0, 1.0, "share of the input that the owner must exceed in cached tokens")
+    # the mean excludes the instance itself
     ceiling_factor: float = setting(
         2.0, 1.0, 1e6, "maximum requests of an instance, as a multiple of the mean of the others; else it is skipped"
     )
+    # requests; the ceiling is never lower
     ceiling_min: float = setting(16.0, 0.0, 1e6, "number of requests up to which no instance is skipped")
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
