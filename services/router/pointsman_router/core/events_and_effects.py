@@ -33,8 +33,8 @@ UNKNOWN = "UNKNOWN"
 class AgentHello(msgspec.Struct, frozen=True, gc=False):
     """An agent opened a stream for an instance."""
 
-    stream_id: int
-    info: InstanceInfo
+    stream_id: int  # number that this router gave the stream
+    info: InstanceInfo  # replaces the earlier description of the same incarnation
     key_scheme: str  # the scheme of its block keys
     oldest_seq: int  # of the deltas that it keeps
     latest_seq: int  # of the deltas that it keeps
@@ -114,9 +114,9 @@ class PlaceRequested(msgspec.Struct, frozen=True, gc=False):
 class StepDone(msgspec.Struct, frozen=True, gc=False):
     """A PREFILL step ended, or a SERVE step did not get the KV that it needs."""
 
-    request_id: str
-    step_index: int
-    ok: bool
+    request_id: str  # as in PlacementRequest
+    step_index: int  # as in Placed
+    ok: bool  # if not, one SERVE without another instance's KV is to replace the rest of the plan
     error: str = ""  # how the step failed
     instance_failed: bool = False  # whether the step's instance caused the failure
     deadline_s: float | None = None  # how much longer the gateway waits for the next step, s; None: unknown
@@ -139,7 +139,7 @@ class FirstToken(msgspec.Struct, frozen=True, gc=False):
 class Finished(msgspec.Struct, frozen=True, gc=False):
     """A request ended."""
 
-    request_id: str
+    request_id: str  # as in PlacementRequest
     outcome: str  # OK, CANCELLED, REJECTED, FAILED, or UNKNOWN (no evidence for or against its instance)
     prompt_tokens: int | None = None  # the engine's own count; None if it did not report it
     cached_tokens: int | None = None  # the engine's own count; None if it did not report it
@@ -355,25 +355,25 @@ class RefuseReport(msgspec.Struct, frozen=True, gc=False):
 class Placed(msgspec.Struct, frozen=True, gc=False):
     """A request's next step, for the gateway that asked (empty: the unary form). It may come long after the question."""
 
-    request_id: str
-    decision: Decision
+    request_id: str  # as in PlacementRequest
+    decision: Decision  # the last one on the request, with the steps of all parts so far
     step_index: int  # from 0, over all decisions of the plan
-    step: Step
+    step: Step  # that of `decision` with the number `step_index`
     last: bool  # whether no step follows this one
-    gateway_id: str = ""
+    gateway_id: str = ""  # the gateway that asked; empty: the unary form
 
 
 class Refused(msgspec.Struct, frozen=True, gc=False):
     """A request cannot be placed. Nothing is reserved."""
 
-    request_id: str
+    request_id: str  # as in PlacementRequest
     code: str  # name of the gRPC status
     message: str  # for people
     retry_after_s: float | None = None  # when to ask again, s from now; None: unknown
-    gateway_id: str = ""
+    gateway_id: str = ""  # the gateway that asked; empty: the unary form
     # Whether the only cause is that another replica owns the pool, or that this replica has just started.
     not_serving: bool = False
-    pool: str = ""
+    pool: str = ""  # that of the model; empty: unknown, or none is named in this kind of refusal
     # If not empty, the refusal (INVALID_ARGUMENT) is only for the call that named this model, since another request has the id.
     asked_model: str = ""
     place: int = 0  # in the queue of parked requests that it had, from 1; 0 if it was not parked
@@ -383,9 +383,9 @@ class Refused(msgspec.Struct, frozen=True, gc=False):
 class Parked(msgspec.Struct, frozen=True, gc=False):
     """A request waits until its session is let in."""
 
-    request_id: str
-    gateway_id: str
-    pool: str
+    request_id: str  # as in PlacementRequest
+    gateway_id: str  # the gateway that asked; empty: the unary form, whose callers are not told
+    pool: str  # of the model that was asked for
     place: int  # in the queue, from 1
     bound_s: float  # how long it waits from now at most
 
@@ -394,8 +394,8 @@ class Move(msgspec.Struct, frozen=True, gc=False):
     """A request is to leave its instance, if its gateway can have another one answer it. `lost`: the instance's agent is gone;
     else operators empty the instance, or its engine sends nothing (`silent`). `unbegun`: unless its answer has begun."""
 
-    request_id: str
-    gateway_id: str
+    request_id: str  # as in PlacementRequest
+    gateway_id: str  # the gateway that runs the request; never empty
     lost: bool = False
     silent: bool = False
     unbegun: bool = False
@@ -432,11 +432,11 @@ class PolicyTaken(msgspec.Struct, frozen=True, gc=False):
     """Another policy decides for a pool, or its sessions begin or cease to be admitted, since what is known of the pool has
     changed, or since operators chose another policy."""
 
-    pool: str
-    policy: str
+    pool: str  # one that this replica owns
+    policy: str  # name of the policy from now on; may equal `before` if settings or the admission differ
     reason: str  # for which `auto` takes it; empty under other policies
     before: str  # the policy until then
-    before_reason: str
+    before_reason: str  # as `reason`, for `before`
     facts: PoolFacts  # by which it was chosen
 
 
@@ -444,8 +444,8 @@ class LifeChanged(msgspec.Struct, frozen=True, gc=False):
     """By the evidence of its requests an instance gets none for a while (`out`), or gets them again. `reason` is for people;
     empty if it is in."""
 
-    instance_id: str
-    pool: str
+    instance_id: str  # whose engine is out, or in again
+    pool: str  # of the instance
     out: bool
     cause: str = ""  # failures, errors, silence or unreached
     reason: str = ""

@@ -136,7 +136,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, dict=True):
     """One engine (one data-parallel rank of it) during one incarnation, as its agent described it. What follows from
     the description is computed once, since each placement makes candidates anew."""
 
-    instance_id: str
+    instance_id: str  # from its agent, unique and the same after restarts: HOST:PORT, or HOST:PORT/RANK
     incarnation: str  # changes with each start of the engine
     url: str  # base URL at which it answers requests
     model: str  # name of the pool: the engine's first served model name
@@ -249,7 +249,7 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     external_prefix_cache_hits: int | None = 0  # counter of those found there
     preemptions: int | None = 0  # counter
     healthy: bool = True  # whether the engine answers its agent
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[Gpu, ...] = ()  # the engine's, as its agent sampled them; empty: none
     suspended: str = ""  # why the engine accepts requests and does not compute them; empty if it computes
     # Tokens that the prompts in the engine's batch still need; None if it does not report its steps.
     prefill_tokens_left: int | None = None
@@ -266,7 +266,7 @@ class Load(msgspec.Struct, frozen=True, gc=False):
 class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     """A request to be placed."""
 
-    request_id: str
+    request_id: str  # from its gateway, unique; cannot be used again once the request has ended, unless cancelled
     model: str  # as the client sent it: the pool's name, another of its served names, or an adapter's
     # Tokens that an engine with an empty cache computes; an estimate without the tokenizer. They are those of the prompt, and of
     # several prompts what they all begin with counts once.
@@ -342,9 +342,9 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     the latter does not refuse the former.
     """
 
-    instance_id: str
-    incarnation: str
-    state: InstanceState
+    instance_id: str  # as in InstanceInfo
+    incarnation: str  # at the time of the decision
+    state: InstanceState  # at the time of the decision; what follows from it is in `excluded`
     cached_tokens: int  # those below its GPU included, minus the price of loading them
     new_tokens: int  # all others of the prompt
     num_requests: int  # its open requests; as in the engine, each sequence of a request counts
@@ -497,7 +497,7 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     """One part of a plan."""
 
     kind: StepKind  # what the instance does
-    instance_id: str
+    instance_id: str  # the instance that computes the prefix, or answers
     reason: str  # why, in one word
     prefix_tokens: int = 0  # length of the prefix that is computed (PREFILL only)
     kv_source: str = ""  # the instance whose KV is used; empty: none
@@ -542,12 +542,12 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     `cached_tokens`.
     """
 
-    decision_id: str
+    decision_id: str  # ROUTER_ID[.SEED]-NUMBER, from which its randomness follows; dry-run if made by `explain`
     request: PlacementRequest
-    pool: str
+    pool: str  # the one to which the request's model belonged
     view: FleetView
-    policy: PolicyRef
-    result: PolicyResult
+    policy: PolicyRef  # the policy in force; if it left the choice to another one, `result` names that
+    result: PolicyResult  # without steps: the request is held
     route_class: str  # of the request on the chosen instance
     mode: str  # the form of the plan
     cached_tokens: int  # tokens of the prompt predicted to be cached on the chosen instance

@@ -199,8 +199,8 @@ class MeanWork(msgspec.Struct, frozen=True, gc=False):
     # Relative change of tokens or pairs above which the mean is stored again.
     CHANGED_SHARE: ClassVar[float] = 0.1
 
-    work: PrefillWork = PrefillWork()
-    requests: int = 0
+    work: PrefillWork = PrefillWork()  # mean per request, by what was new and cached at its first placement
+    requests: int = 0  # since the pool's first, those of earlier owners as last stored
 
     def after(self, new: int, cached: int) -> MeanWork:
         """Return the mean with one more request, of `new` tokens after `cached` ones on the instance where it was placed."""

@@ -60,20 +60,20 @@ class StateSettings:
     `stale_report_s`: age up to which load reports are used. `stale_keys_s`: time since an agent's last message up to which its
     instance's keys are used."""
 
-    affinity_ttl_s: float = 3_600.0
-    gateway_lease_s: float = 15.0
-    place_lease_s: float = 600.0
-    lost_instance_s: float = 30.0
-    retry_after_s: float = 1.0
-    migration_window_s: float = 10.0
+    affinity_ttl_s: float = 3_600.0  # after its last use a session keeps its owner for so long
+    gateway_lease_s: float = 15.0  # how long requests of a gateway without a stream stay open
+    place_lease_s: float = 600.0  # how long a placement of the unary form stays open without a report
+    lost_instance_s: float = 30.0  # least time that an instance is kept after its agent's stream has ended
+    retry_after_s: float = 1.0  # least retry time that is told where no instance, or no room, was found
+    migration_window_s: float = 10.0  # how long an offload counts as a recent migration
     stale_report_s: float = 5.0
     stale_keys_s: float = 10.0
     max_keys: int = 8_000_000
-    limits: SaturationLimits = field(default_factory=SaturationLimits)
-    queue: QueueSettings = field(default_factory=QueueSettings)
-    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
-    startup_wait_s: float = 0.0
-    life: LifeSettings = field(default_factory=LifeSettings)
+    limits: SaturationLimits = field(default_factory=SaturationLimits)  # of an instance; default: none
+    queue: QueueSettings = field(default_factory=QueueSettings)  # of held requests; parked ones: PARKED
+    admission: AdmissionSettings = field(default_factory=AdmissionSettings)  # how long new sessions wait for cache room
+    startup_wait_s: float = 0.0  # maximum wait for instances' reports, from the first event on; 0: none
+    life: LifeSettings = field(default_factory=LifeSettings)  # when failing engines get no requests for a while
 
 
 # Pause between two turns in which waiting requests leave, s.

@@ -31,7 +31,7 @@ class _Session(msgspec.Struct, frozen=True, gc=False):
 
     # gc=False, because a full collection that visits a million sessions takes 0.16 s. Dicts of them are not visited either.
 
-    name: str
+    name: str  # TENANT/SESSION_ID (PlacementRequest.session)
     owner: str  # instance id
     expires: float  # s
     came_back: bool  # the session had an owner before this assignment

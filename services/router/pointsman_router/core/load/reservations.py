@@ -23,17 +23,17 @@ from pointsman_router.core.turn import Turn
 class Reservation(msgspec.Struct, frozen=True, gc=False):
     """The load of one request on one instance."""
 
-    request_id: str
+    request_id: str  # a request has one reservation at most, that of its current step
     gateway_id: str  # empty: the unary form
-    instance_id: str
-    decision_id: str
+    instance_id: str  # where the step runs
+    decision_id: str  # of the plan; empty if the request is known by its gateway's announcement only
     input_tokens: int  # tokens of the prompt
     new_tokens: int  # those that the step must compute, the price of `kv_load` included
     step_index: int = 0  # of its step in the plan
-    phase: Phase = Phase.PREFILL
+    phase: Phase = Phase.PREFILL  # DECODE from the first token on; a PREFILL step ends without one
     lease_until: float | None = None  # when it ends without a report, s; None: no lease runs
     prefilled_tokens: int = 0  # how many of the new tokens are computed, by the instance's events
-    pool: str = ""
+    pool: str = ""  # of the request's model when it was placed; empty if that was unknown
     cached_tokens: int = 0  # tokens of the prompt before the new ones, which are cached
     kv_load: KvLoad = NO_LOAD  # what the instance loads from lower tiers first
     sequences: int = 1  # as PlacementRequest.sequences

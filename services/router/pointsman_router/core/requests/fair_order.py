@@ -38,8 +38,8 @@ QueueKey = tuple[str, str]
 class Entry(msgspec.Struct, frozen=True, gc=False):
     """A request that waits."""
 
-    request_id: str
-    tenant: str
+    request_id: str  # breaks ties of `since`
+    tenant: str  # empty if all share one turn (HoldQueue.party)
     queue_key: QueueKey  # what it waits for
     level: int  # its class; 0: lowest
     rank: float  # its place within its tenant, least first
@@ -60,7 +60,7 @@ _Turn = tuple[float, int, str]
 class _Tenant:
     """A tenant with waiting requests of one class."""
 
-    name: str
+    name: str  # Entry.tenant
     number: int  # of two tenants with equal `served`, that with the lower number goes first
     served: float  # served work, tokens / weight
     waiting: float = 0.0  # waiting work, tokens / weight

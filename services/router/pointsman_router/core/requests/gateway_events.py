@@ -32,16 +32,16 @@ from pointsman_router.core.turn import Turn
 class GatewayEvents:
     """Applies the events of gateways to the router's state."""
 
-    requests: RequestTable
-    held_requests: HeldRequests
-    parked_requests: ParkedRequests
-    plans: PlacementPlans
-    instances: InstanceRegistry
-    prefix_knowledge: PrefixKnowledge
-    views: FleetViewBuilder
-    owned: OwnedPools
-    startup_gate: StartupGate
-    turn: Turn
+    requests: RequestTable  # all that are held or placed, and the last ones that ended
+    held_requests: HeldRequests  # places or holds the rest of a prompt, and what `parked_requests` passes on
+    parked_requests: ParkedRequests  # first stage of each new request
+    plans: PlacementPlans  # ends of steps, and requests that an earlier owner placed
+    instances: InstanceRegistry  # to find the pool of a model, and which instances answer
+    prefix_knowledge: PrefixKnowledge  # expired before each placement, so that the view is current
+    views: FleetViewBuilder  # to see whether what a step computed is still cached
+    owned: OwnedPools  # requests of other pools are refused, and not kept if announced
+    startup_gate: StartupGate  # told of the instances that gateways remember; until it opens, requests are refused
+    turn: Turn  # told that the fleet has changed, when the start-up gate waits for further instances
     gateway_lease_s: float  # how long the requests of a gateway without a stream stay open, s
 
     # ---- streams ----

@@ -48,9 +48,9 @@ class QueueSettings:
 class HeldRequest(msgspec.Struct, frozen=True, gc=False):
     """A request that waits. Times are in s."""
 
-    request: PlacementRequest
+    request: PlacementRequest  # its keys in an array (with_compact_keys), its age_s as of the hold
     gateway_id: str  # of the gateway that asked; empty: the unary form
-    pool: str
+    pool: str  # of its model when it was held; the model may have moved to another pool since
     since: float  # when it first came, at any router
     answer_by: float  # when it is answered at the latest
     reason: str  # why it waits

@@ -54,7 +54,7 @@ class InvalidTransitionError(RuntimeError):
 class RequestState(msgspec.Struct, gc=False):
     """All that is known of one request. Only RequestTable changes it, and updates each index with the change."""
 
-    request_id: str
+    request_id: str  # as in PlacementRequest
     # The request waits for its first step or, if it has a reservation, for the rest of its plan.
     held: HeldRequest | None = None
     reservation: Reservation | None = None  # that of its current step, the same object as in Reservations
