@@ -36,8 +36,8 @@ class KeyReport:
     """A gateway process's report on one key. Limits hold for all gateways together; 0: none. See KeyReport in placement.proto."""
 
     key: bytes  # digest of the API key's digest
-    requests_per_minute: int = 0
-    tokens_per_minute: int = 0
+    requests_per_minute: int = 0  # the key's limit, as this process has it
+    tokens_per_minute: int = 0  # the key's limit, as this process has it
     max_in_flight: int = 0  # requests
     used_requests: float = 0.0  # since the last report
     used_tokens: float = 0.0  # since the last report; negative if an earlier estimate was too high
@@ -58,7 +58,7 @@ class KeyReport:
 class KeyGrant:
     """How much is added to a gateway's lease of a key."""
 
-    key: bytes
+    key: bytes  # as in the report
     requests: float  # added
     tokens: float  # added
     slots: int  # for requests in flight, added
@@ -83,10 +83,10 @@ class _Lease:
     """What one gateway holds of one key. `underway`: by process, the grants of answers that the process may not have, which are
     part of the lease."""
 
-    requests: float = 0.0
-    tokens: float = 0.0
-    slots: int = 0
-    heard_at: float = 0.0
+    requests: float = 0.0  # that it may still admit, those in `underway` included
+    tokens: float = 0.0  # that it may still admit, those in `underway` included
+    slots: int = 0  # for requests in flight, unused
+    heard_at: float = 0.0  # when the gateway last reported the key, s; the lease ends LEASE_S later
     underway: dict[str, list[_Underway]] = field(default_factory=dict)
 
 
@@ -94,11 +94,11 @@ class _Lease:
 class _Underway:
     """The grant of one answer, and when it was made."""
 
-    answer: int
-    at: float
-    requests: int
-    tokens: int
-    slots: int
+    answer: int  # KeyLimitAnswer.number
+    at: float  # when the answer was made, s
+    requests: int  # added to the lease
+    tokens: int  # added to the lease
+    slots: int  # added to the lease
 
 
 @dataclass(slots=True)
@@ -130,10 +130,10 @@ class _Level:
 class _Account:
     """Usage and leases of one key."""
 
-    requests: _Level
-    tokens: _Level
-    began_at: float
-    heard_at: float
+    requests: _Level  # of the limit of requests per minute
+    tokens: _Level  # of the limit of tokens per minute
+    began_at: float  # when the account began at this router, s
+    heard_at: float  # when the key was last reported, or kept for a debt or requests in flight, s
     leases: dict[str, _Lease] = field(default_factory=dict)  # by gateway
     # By process: its number of requests in flight, not 0, and the value of _Process.round when it reported them.
     in_flight: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -148,8 +148,8 @@ class _Process:
     """A process that reports. Each full report begins another `round`. What the process reported before the round `valid_from`
     is over: the round's report was complete without it. `answered`: number of the last answer that the process has."""
 
-    gateway: str
-    heard_at: float
+    gateway: str  # id of the gateway that it belongs to, as in its first report
+    heard_at: float  # when it last reported, s; forgotten SILENT_S later
     round: int
     valid_from: int
     answered: int = 0

@@ -72,12 +72,12 @@ class Newness(NamedTuple):
 class PoolAdmission:
     """The state of one pool."""
 
-    ledger: SessionLedger = field(default_factory=SessionLedger)
-    recomputation: Recomputation = field(default_factory=Recomputation)
-    capacity: Capacity = field(default_factory=Capacity)
-    armed: bool = False
-    prefill_rate: float = 1.0
-    stored_at: float = -inf
+    ledger: SessionLedger = field(default_factory=SessionLedger)  # counted also while admission does not apply
+    recomputation: Recomputation = field(default_factory=Recomputation)  # by which the pool is armed
+    capacity: Capacity = field(default_factory=Capacity)  # as of the last tick; of no instance before the first one
+    armed: bool = False  # as of the last tick; without effect where admission does not apply
+    prefill_rate: float = 1.0  # tokens/s of one instance, by its curve's cost per token alone; as of the last tick
+    stored_at: float = -inf  # when the sums of idle sessions were last given to be stored, s
 
 
 class SessionAdmission:

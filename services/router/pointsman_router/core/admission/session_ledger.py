@@ -38,8 +38,8 @@ _NONE_YET, _SEVERAL = -1, -2
 class CountedSession(msgspec.Struct, gc=False):
     """One session. Only SessionLedger changes it."""
 
-    name: str
-    tenant: str
+    name: str  # TENANT/SESSION_ID; the request's id if that has no session
+    tenant: str  # only prompts of the same tenant continue it; empty: none
     tokens: int = 0  # its last prompt and answer
     open: int = 0  # number of its open requests
     open_tokens: int = 0  # their prompts
@@ -48,7 +48,7 @@ class CountedSession(msgspec.Struct, gc=False):
     turns: int = 0  # number of its answers
     bin: int = OPEN  # how long it has been idle (return_chances.py), or OPEN
     shared: int = 0  # tokens that it has in common with other sessions, up to the key `group`
-    group: int = 0
+    group: int = 0  # key of the last block of what it shares, if `shared` is not 0
     tail: int = 0  # the last key of its last prompt
     tail_at: int = -1  # its place
     middle: int = 0  # the key in the middle of what is not shared

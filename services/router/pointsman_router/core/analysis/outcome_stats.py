@@ -17,9 +17,9 @@ FAILED_STEPS = ("prefill_failed:", "serve_failed:")
 class OutcomeGroup:
     """The decisions of one class, mode and reason."""
 
-    route_class: str
-    mode: str
-    reason: str
+    route_class: str  # LIGHT, MEDIUM or HEAVY, as decided; empty in the total
+    mode: str  # COLOCATED or OFFLOAD; empty in the total
+    reason: str  # that of the result, not of a step; empty in the total
     decided: int = 0  # number of decisions
     outcomes: Counter[str] = field(default_factory=Counter)  # number of decisions by how the requests ended
     # Number of decisions of which a step failed, and one SERVE without another instance's KV answered instead.

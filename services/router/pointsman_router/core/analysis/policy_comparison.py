@@ -18,13 +18,13 @@ class ComparisonGroup:
     """The sums over the decisions of one recorded class to which the other policy would give the same `reason`. The fields are
     those of PolicyComparison."""
 
-    route_class: str
+    route_class: str  # as recorded; the other policy may lead to another one
     reason: str
-    decided: int = 0
-    changed: int = 0
-    cached_tokens_change: int = 0
-    timed: int = 0
-    ttft_change_s: float = 0.0
+    decided: int = 0  # number of decisions
+    changed: int = 0  # number of those that would use other instances
+    cached_tokens_change: int = 0  # sum, tokens; positive: more would be cached
+    timed: int = 0  # number of decisions in `ttft_change_s`
+    ttft_change_s: float = 0.0  # sum over `timed`; negative: sooner
 
 
 @dataclass(slots=True)

@@ -17,8 +17,8 @@ from pointsman_router.core.router_state import RouterState
 class _Sums:
     """Sums over the instances of one or several pools."""
 
-    open_requests: int = 0
-    pending_tokens: int = 0
+    open_requests: int = 0  # placed, each sequence of a request counted; of owned pools only
+    pending_tokens: int = 0  # prompt tokens placed and not computed yet; of owned pools only
     reports: int = 0  # number of those that are fresh
     kv_usage: float = 0.0  # over the fresh reports
     kv_max: float = math.nan  # over the fresh reports

@@ -55,9 +55,9 @@ class PoolSample:
 
     owned: bool  # if not, this router knows nothing of the pool's requests, and only the KV figures count
     held: int = 0  # requests
-    open_requests: int = 0
+    open_requests: int = 0  # placed on its instances, each sequence of a request counted
     pending_tokens: int = 0  # prompt tokens placed and not computed yet
-    backlog_s: float = 0.0
+    backlog_s: float = 0.0  # until a new HEAVY request would begin its prefill (PoolBacklogs); in the total the longest
     kv_mean: float = math.nan  # share of KV blocks in use, 0 to 1; NaN without a fresh report
     kv_max: float = math.nan  # the highest of an instance; NaN without a fresh report
 
@@ -66,9 +66,9 @@ class PoolSample:
 class InstanceSample:
     """A sample of an instance; NaN: unknown."""
 
-    model: str
-    incarnation: str
-    open_requests: float
+    model: str  # name of its pool
+    incarnation: str  # of the engine, with which the counters below begin at 0
+    open_requests: float  # each sequence of a request counts; NaN if another router owns the pool
     running: float  # requests in the engine's batch
     kv_usage: float  # share of KV blocks in use, 0 to 1
     # Its engine's counter of prompt tokens since the start of `incarnation`; None without a fresh report, or

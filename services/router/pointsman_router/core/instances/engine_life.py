@@ -84,7 +84,7 @@ class EngineLife:
     """The evidence of one incarnation. Methods that return a bool return whether the engine was put out, or in. All mutate but
     the properties, `open`, `overdue` and `why`."""
 
-    pool: PoolAnswers = field(default_factory=PoolAnswers)
+    pool: PoolAnswers = field(default_factory=PoolAnswers)  # shared by all engines of the pool
     answers: int = 0  # since the start of the incarnation, at this router
     answered_at: float = -inf  # when the last one began or ended
     sign_at: float = -inf  # when the last byte came, or the last progress of a prefill
@@ -93,16 +93,16 @@ class EngineLife:
     breaks: int = 0  # those of the errors that are streams which broke after their first token
     status: int = 0  # HTTP status of the last error; 0: a broken connection
     opened: int = 0  # how many times in a row the engine was put out; 0: in
-    out_since: float = 0.0
+    out_since: float = 0.0  # when it went from in to out, s; failed trials do not change it
     put_out_at: float = 0.0  # when a failure, that of a trial included, put it out last
     until: float = 0.0  # when the next trial may begin
     alone_until: float = 0.0  # when it may begin if no other instance of the pool gets requests
     trial: str = ""  # id of the request on trial, which shows whether the engine has recovered
     trial_began: float = inf  # when the first token of the request on trial came
     cause: str = ""  # FAILURES, ERRORS, SILENCE or UNREACHED, of the last time
-    # The requests without a byte, in order of placement, with streamed answers, and with answers that come as a whole.
+    # The requests without a byte by id, in order of placement: those with streamed answers, and all others.
     streams: OrderedDict[str, Wait] = field(default_factory=OrderedDict)
-    wholes: OrderedDict[str, Wait] = field(default_factory=OrderedDict)
+    wholes: OrderedDict[str, Wait] = field(default_factory=OrderedDict)  # answers not streamed, or not said to be
     standing: set[str] = field(default_factory=set)  # the open requests whose answers have stood still
     # The pool's answers, errors and breaks when this engine last answered.
     _answers_before: int = 0

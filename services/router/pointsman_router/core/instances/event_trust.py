@@ -44,9 +44,9 @@ class EventTrust:
     proven: bool = False
     credible: bool = True
     reason: str = UNPROVEN  # why the events are not trusted; empty while they are
-    needed: int = FIRST_AGREEMENTS
-    agreed: int = 0
-    losses: int = 0
+    needed: int = FIRST_AGREEMENTS  # answers in a row that must agree before trust; grows with each loss
+    agreed: int = 0  # answers in a row that agreed; not counted during trust
+    losses: int = 0  # how often trust was lost, a first contradiction before any trust included
     is_logged: bool = False  # whether the loss of trust, or that there never was any, is logged
     # Answers that wait for their events: when they are due, and samples of their keys, the last first.
     _pending: deque[tuple[float, tuple[int, ...]]] = field(default_factory=deque)

@@ -44,7 +44,7 @@ NO_ORDER = InstanceOrder()
 class OrderChange(msgspec.Struct, frozen=True, gc=False):
     """A change of one instance's order. Fields that are None stay unchanged."""
 
-    instance_id: str
+    instance_id: str  # of an instance that need not be known
     set_at: float  # s since 1970
     cordoned: bool | None = None  # as in InstanceOrder
     weight: float | None = None  # as in InstanceOrder

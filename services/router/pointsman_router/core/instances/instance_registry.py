@@ -41,8 +41,8 @@ class CandidateSnapshot(msgspec.Struct, frozen=True, gc=False):
 class InstanceRecord:
     """One instance: its identity, the state of its reports, and its last load. Times are in s on the router's clock."""
 
-    info: InstanceInfo
-    sync: ReportSync
+    info: InstanceInfo  # as in its agent's last hello
+    sync: ReportSync  # the copy of its keys, on the GPU and below, by its agent's reports
     stream_id: int  # of its agent
     heard_at: float  # when its agent's last message came
     greeted_seq: int = 0  # number of its agent's last change of keys before the stream began
@@ -53,21 +53,21 @@ class InstanceRecord:
     agent_id: str = ""  # of its agent; empty: unknown
     lost_at: float | None = None  # when its stream ended without a goodbye; None: it has one
     kept: bool = False  # whether it is in the fleet only because its engine answers, or nobody else does
-    draining: bool = False
+    draining: bool = False  # whether operators drain this incarnation; the next one is not drained
     order: InstanceOrder = NO_ORDER  # the operators'
     rival: tuple[str, float] = ("", -inf)  # who else announced it and was refused, and when
     load: Load | None = None  # None before the first report
     generated_at: float = -inf  # when a load first had the newest count of generated tokens
-    trust: EventTrust = field(default_factory=EventTrust)
-    counted_hits: CountedHits = field(default_factory=CountedHits)
+    trust: EventTrust = field(default_factory=EventTrust)  # of its events, in this incarnation
+    counted_hits: CountedHits = field(default_factory=CountedHits)  # of answers without usage details
     # Of the keys that come from events.
     prediction_audit: PredictionAudit = field(default_factory=PredictionAudit)
     # Of the approximate keys.
     placement_audit: PredictionAudit = field(default_factory=PredictionAudit)
     # As prediction_audit, of the tokens that the instance should load from lower tiers.
     load_audit: PredictionAudit = field(default_factory=PredictionAudit)
-    idle_reports: IdleReports = field(default_factory=IdleReports)
-    life: EngineLife = field(default_factory=EngineLife)
+    idle_reports: IdleReports = field(default_factory=IdleReports)  # by which stale reservations are found
+    life: EngineLife = field(default_factory=EngineLife)  # anew with each incarnation and owner of the pool
     candidate_snapshot: CandidateSnapshot | None = None  # kept until forget_snapshot (fleet_view_builder.py)
 
     def become(self, other: InstanceRecord) -> None:
@@ -152,8 +152,8 @@ class InstanceRecord:
 class PoolInfo:
     """The names that a model's instances answer to, its placeable instances, and those that get no requests now."""
 
-    model: str
-    served_names: tuple[str, ...]
+    model: str  # name of the pool
+    served_names: tuple[str, ...]  # without `model` and adapters, sorted; each is a name of some instance
     lora_names: tuple[str, ...]  # of adapters
     model_root: str  # that of the most instances
     max_model_len: int  # the largest of the instances that answer, tokens; 0 if unknown

@@ -78,7 +78,7 @@ class PoolChoice(NamedTuple):
 @dataclass(slots=True)
 class _Pool:
     counted: PoolFacts  # the newest
-    counted_at: float
+    counted_at: float  # when they were counted, s; -inf: stored by an earlier owner, to be counted anew
     kept: PoolFacts  # by which the policy is chosen
     taken: TakenPolicy  # by them
     since: float  # when the choice began

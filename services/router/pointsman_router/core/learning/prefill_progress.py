@@ -21,8 +21,8 @@ NO_KEYS: Sequence[int] = ()
 class OpenPrompt:
     """One open request's prompt on the instance of its step."""
 
-    request_id: str
-    instance_id: str
+    request_id: str  # as in the step's Reservation
+    instance_id: str  # as in the step's Reservation
     opened_at: float  # s
     keys: Sequence[int] = NO_KEYS  # block keys of the prompt
     cached_tokens: int = 0  # how many tokens were predicted to be cached
@@ -33,10 +33,10 @@ class OpenPrompt:
     # about the index.
     evicted: bool = False
     learned: int = 0  # number of the prompt, once its keys count as cached (ComputedPrompts.learn); 0 before
-    # Tokens that were cached by the instance's events and by the router's placements, while the events were not trusted; None:
-    # not looked up.
+    # Tokens that were cached when the step was reserved, by the instance's events; None: not looked up, since these are trusted,
+    # or not followed.
     by_events: int | None = None
-    by_placements: int | None = None
+    by_placements: int | None = None  # the same, by the router's own placements
     # The last key of the predicted prefix on the GPU, while it is watched after the prefill.
     last_key: int | None = None
 

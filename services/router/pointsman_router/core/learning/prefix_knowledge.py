@@ -48,16 +48,16 @@ SILENT_INTERVALS, LEAST_SILENCE_S = 2, 2.0
 class PrefixKnowledge:
     """Combines all sources of prefix knowledge."""
 
-    index: PrefixIndex
-    instances: InstanceRegistry
+    index: PrefixIndex  # keys on the GPU, as instances' events report them
+    instances: InstanceRegistry  # the records have each instance's copy, trust and audits
     stale_keys_s: float  # time since the last message of an instance's agent after which its cache counts as empty, s
-    prefill_observer: PrefillObserver
-    turn: Turn
-    prefill_progress: PrefillProgress = field(default_factory=PrefillProgress)
-    provisional: ProvisionalBlocks = field(default_factory=ProvisionalBlocks)
+    prefill_observer: PrefillObserver  # told of prefills that progress by events
+    turn: Turn  # told that the fleet has changed, when the copy of an instance's keys is dropped
+    prefill_progress: PrefillProgress = field(default_factory=PrefillProgress)  # open prompts, by the events
+    provisional: ProvisionalBlocks = field(default_factory=ProvisionalBlocks)  # keys that events are yet to report
     # They count for instances without trusted KV events.
     computed_prompts: ComputedPrompts = field(default_factory=ComputedPrompts)
-    lower_tiers: LowerTiers = field(default_factory=LowerTiers)
+    lower_tiers: LowerTiers = field(default_factory=LowerTiers)  # keys below the GPU, as agents report them
     # Instance -> when its lower tiers count again, s: its answers had fewer tokens cached than its GPU and these should have.
     _unloaded: dict[str, float] = field(default_factory=dict)
     # Instances with exact keys of which the last answers leave a doubt.
