@@ -73,11 +73,11 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True):
 
     policy: tuple[str, dict[str, float | bool | str]] | None = None  # name and settings
     console_url: str = ""  # empty: no console
-    version: str = ""
+    version: str = ""  # of the package pointsman
     started_at: Annotated[float, msgspec.Meta(ge=0, lt=1e11)] | None = None  # unix s
-    open_requests: _Count | None = None
-    held_requests: _Count | None = None
-    gateways: _Count | None = None
+    open_requests: _Count | None = None  # placed and not finished, in the pools that it owns
+    held_requests: _Count | None = None  # parked ones are not counted
+    gateways: _Count | None = None  # number of gateways with an open stream to it
     policy_problem: str = ""  # why it does not place by the fleet's policy
 
     @classmethod

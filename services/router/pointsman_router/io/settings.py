@@ -29,6 +29,7 @@ class RouterSettings(BaseSettings):
     """The router's settings, from the environment (POINTSMAN_ROUTER_*) or flags of `pointsman router`. Times are in s."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_ROUTER_")
+    # former settings -> the value that counts now, for the message to those who still set one
     REMOVED: ClassVar = {
         "queue_ageing_tokens_per_s": "5,000",
         "queue_lower_class_share": "0.1",

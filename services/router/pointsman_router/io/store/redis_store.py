@@ -78,10 +78,10 @@ class _Reading:
     """How far the state of a newly taken pool is read. All reservations are read first: the new owner is announced to gateways
     only once it knows them. The sessions follow page by page."""
 
-    mean_work: MeanWork | None = None
-    idle_sessions: IdleSessions | None = None
+    mean_work: MeanWork | None = None  # the earlier owner's; None: none stored, or unreadable
+    idle_sessions: IdleSessions | None = None  # the earlier owner's; None: none stored, or unreadable
     idle_age_s: float = 0.0  # how old `idle_sessions` are
-    facts: PoolFacts | None = None
+    facts: PoolFacts | None = None  # by which the earlier owner chose the policy; None: none stored, or unreadable
     reservations: dict[str, Reservation] = field(default_factory=dict)  # read so far
     reservations_read: bool = False  # whether all are
     sessions: int = 0  # number that was read
@@ -92,13 +92,13 @@ class _Reading:
 class _Pool:
     """One pool as this replica knows it. Times are on the event loop's clock, in s."""
 
-    name: str
-    lease_key: str
+    name: str  # the pool's model name, as in the events
+    lease_key: str  # Redis key of the lease: the owner's id and address; expires with the lease
     # Redis keys of: epoch, number of the last change, open reservations, session owners, their expiry, what the owner learned.
     state_keys: list[str]
     epoch: int = 0  # of this replica's ownership; 0: not the owner
     seen: int = 0  # the highest epoch of any owner
-    owner: Owner | None = None
+    owner: Owner | None = None  # None: none, or this replica until it has read the reservations
     rival: Owner | None = None  # an owner with a higher epoch that a gateway has told of
     held_until: float = 0.0  # end of this replica's lease
     free_since: float | None = None  # since when the pool has no owner

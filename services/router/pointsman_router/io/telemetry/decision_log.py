@@ -42,7 +42,7 @@ _LISTED_BYTES = 16
 class LoggedDecision(msgspec.Struct, frozen=True, gc=False):
     """A decision as the log has it."""
 
-    decision: Decision
+    decision: Decision  # without block keys, unless `dry_run`; notes may be added later
     unix_s: float  # when it was made
     decide_s: float  # how long deciding took
     finished: Finished | None = None  # how its request ended; None while it runs
@@ -63,11 +63,11 @@ class LoggedDecision(msgspec.Struct, frozen=True, gc=False):
 class DecisionFilter:
     """A filter of decisions; an empty field matches all."""
 
-    session_id: str = ""
+    session_id: str = ""  # without the tenant, so sessions of several tenants may match
     instance_id: str = ""  # of any step
-    route_class: str = ""
-    reason: str = ""
-    request_id: str = ""
+    route_class: str = ""  # LIGHT, MEDIUM or HEAVY, as decided
+    reason: str = ""  # that of the result, not of a step
+    request_id: str = ""  # more than one matches if the plan was decided in parts
     since_unix_s: float = 0.0  # inclusive
     until_unix_s: float = math.inf  # inclusive
 
@@ -89,9 +89,9 @@ class DecidedLine(msgspec.Struct, frozen=True, tag_field="event", tag="decided")
     `inputs_digest` is computed by pointsman_router.core.analysis.decision_replay. `epoch`: of the router's ownership of the pool,
     which grows with each change of the owner; 0: unknown."""
 
-    unix_s: float
-    decide_s: float
-    decision: Decision
+    unix_s: float  # when it was made
+    decide_s: float  # as in LoggedDecision
+    decision: Decision  # as first made; later notes have lines of their own
     inputs_digest: int
     epoch: int = 0
 
