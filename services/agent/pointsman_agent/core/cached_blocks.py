@@ -66,12 +66,12 @@ class BlockEventCounts:
     """Counts of what the events so far did, in blocks."""
 
     batches: int = 0  # number of batches of events
-    stored: int = 0
-    removed: int = 0
+    stored: int = 0  # named by storing events of all tiers, also if they are held already
+    removed: int = 0  # named by removal events, known or not
     resets: int = 0  # number of resets that events told of
-    unknown_removed: int = 0
-    orphans: int = 0
-    malformed: int = 0
+    unknown_removed: int = 0  # of the removed ones, those without a reference at the event's location
+    orphans: int = 0  # of the stored ones, those whose keys were not known
+    malformed: int = 0  # of the stored ones, those of events whose sizes or token ids do not fit
 
 
 class CachedBlocks:

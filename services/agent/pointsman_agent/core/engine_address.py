@@ -44,7 +44,7 @@ class EngineAddress:
     advertise: str  # where gateways reach it, without a trailing slash
     events: str = ""  # ZMQ address to connect to; of several ranks that of rank 0; empty: query the engine
     replay: str = ""  # as `events`
-    topic: str = ""
+    topic: str = ""  # ZMQ topic to subscribe to at `events`; empty: all topics
     gpus: tuple[int, ...] | None = None  # device indices on this node; None: not given
     kv: str = ""  # protocol of the engine's KV connector, one of KV_PROTOCOLS; empty: not given
     bootstrap: str = ""  # base URL at which gateways and other engines reach its bootstrap server; empty: not given

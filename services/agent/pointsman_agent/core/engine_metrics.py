@@ -94,7 +94,7 @@ class Sample:
     awake: float = 1  # 0 or 1
     weights_offloaded: float = 0  # 1 in sleep level 1, else 0
     discard_all: float = 0  # 1 in sleep level 2, else 0
-    cache_config: dict[str, str] = field(default_factory=dict)
+    cache_config: dict[str, str] = field(default_factory=dict)  # labels of vllm:cache_config_info; empty: no series
 
     @property
     def unknown(self) -> tuple[str, ...]:

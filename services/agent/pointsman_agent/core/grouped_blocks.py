@@ -60,16 +60,16 @@ def group_of(event: BlockStored) -> Group:
 class Node:
     """The blocks of all groups that end at one position of one prefix."""
 
-    name: BlockHash
-    refs: dict[int, int] = field(default_factory=dict)
-    keys: tuple[int, ...] = ()
-    parent: Node | None = None
+    name: BlockHash  # the engine's hash, which the blocks of all groups share
+    refs: dict[int, int] = field(default_factory=dict)  # group -> references, never 0; empty: kept for its children
+    keys: tuple[int, ...] = ()  # of the chain's block that ends here; empty while the position is not known
+    parent: Node | None = None  # None: the prompt's first block, or the position is not known
     depth: int = 0  # length of the prefix in blocks of the chain; 0 if it is not known
     # By group, the number of its blocks without a gap that end here, at most `needed`; for full attention 0 unless the run begins
     # at the root.
     runs: dict[int, int] = field(default_factory=dict)
-    children: set[Node] = field(default_factory=set)
-    hit: bool = False
+    children: set[Node] = field(default_factory=set)  # nodes with it as parent, with or without blocks
+    hit: bool = False  # whether the engine can reuse the prefix that ends here
     reported: int = 0  # number of its last keys that are reported
 
 

@@ -47,29 +47,29 @@ class BlockStored(msgspec.Struct, tag=True, gc=False):
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None = None
     token_ids: list[int] = []  # block_size ids for each block
-    block_size: int = 0
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
+    block_size: int = 0  # tokens per block; 0: a placeholder
+    lora_id: int | None = None  # the adapter's number in the engine; deprecated by vLLM, not read here
+    medium: str | None = None  # such as "GPU" or "CPU", in any case; None: the engine's own cache
+    lora_name: str | None = None  # the adapter of the prompt; None: the base model
     # One entry per block: LoRA name, multimodal (id, offset) pairs, cache salt and embedding digests, in this order, or None.
     extra_keys: list[list[Any] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
+    group_idx: int | None = None  # KV cache group of the blocks; None counts as 0
+    kv_cache_spec_kind: str | None = None  # attention of the group, such as "sliding_window" or "mamba"; None: not sent
     kv_cache_spec_sliding_window: int | None = None  # in tokens
-    locality: str | None = None
-    ownership: str | None = None
-    session_id: str | None = None
+    locality: str | None = None  # "LOCAL" or "REMOTE", as seen from the publisher; None: not sent
+    ownership: str | None = None  # secondary offloading tier that holds the blocks; None: none is named
+    session_id: str | None = None  # of the request that stored or reused the blocks; not read here
     lookahead_token_ids: Any = None  # the tokens after a block that its hash covers, too
 
 
 class BlockRemoved(msgspec.Struct, tag=True, gc=False):
     """Blocks that left `medium`."""
 
-    block_hashes: list[BlockHash]
+    block_hashes: list[BlockHash]  # each loses one of its references at this location
     medium: str | None = None
-    group_idx: int | None = None
-    locality: str | None = None
-    ownership: str | None = None
+    group_idx: int | None = None  # as in BlockStored
+    locality: str | None = None  # as in BlockStored
+    ownership: str | None = None  # as in BlockStored
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):

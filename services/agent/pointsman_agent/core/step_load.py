@@ -20,7 +20,7 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 class StepTotals(msgspec.Struct, frozen=True):
     """Sums over all steps since the engine's start; the fields are those of the message that routers receive."""
 
-    steps: _Count64
+    steps: _Count64  # number of steps with tokens
     seconds: _Seconds  # time of all steps, without the pauses between them
     decode_tokens: _Count64  # tokens of requests whose prompts are complete
     prefill_tokens: _Count64  # prompt tokens that were computed
@@ -39,7 +39,7 @@ class StepLoad(msgspec.Struct, frozen=True):
     waiting: _Count32  # requests in its queue
     kv_usage: _Share  # used share of its KV blocks, 0 to 1
     prefill_tokens_left: _Count64  # tokens still to schedule of the prompts in its batch
-    totals: StepTotals
+    totals: StepTotals  # of all computed steps of the rank, so that a lost message loses nothing
 
     def to_wire(self, scraped: pb.Load | None) -> pb.Load:
         """Return the load in the form that routers receive. What a step does not say is that of `scraped`, the last load from

@@ -38,14 +38,14 @@ UNSAVED_INTERVAL_S = 600.0
 class AgentContext:
     """Resources and settings that all instances of an agent share."""
 
-    channels: Mapping[str, ReloadingChannel]
-    metadata: CallMetadata
-    zmq: zmq.asyncio.Context
-    agent_id: str
-    state_dir: Path
-    report_interval_s: float
-    consistency_check_interval_s: float
-    save_interval_s: float
+    channels: Mapping[str, ReloadingChannel]  # HOST:PORT of each router replica -> the agent's only channel to it
+    metadata: CallMetadata  # returns the metadata of a call that starts now: the agent's token
+    zmq: zmq.asyncio.Context  # of the sockets of all KV-event subscriptions
+    agent_id: str  # HOST-PID, as routers receive it in Hello
+    state_dir: Path  # folder of the instances' state files
+    report_interval_s: float  # time between two scrapes of an engine, which Hello tells as that between two loads
+    consistency_check_interval_s: float  # time between two digests of an instance's keys that each router gets
+    save_interval_s: float  # minimum time between two saves of an instance's state
 
 
 class InstanceMonitor:

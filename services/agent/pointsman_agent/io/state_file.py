@@ -31,11 +31,11 @@ class SavedState(msgspec.Struct, array_like=False):
     """Saved state of one instance. Files of older agents do not have the fields from `groups` on, and older agents ignore
     them."""
 
-    format: int
-    clean: bool
+    format: int  # FORMAT of the agent that wrote the file; a file with another number is ignored
+    clean: bool  # nothing was sent to a router after the file was written
     process: str  # the engine's identity; empty if the engine does not report one
-    incarnation: str
-    model: str
+    incarnation: str  # as routers know it
+    model: str  # the instance's pool; the state is not restored for another one
     applied: int  # number of the last KV-event batch applied
     applied_digest: int  # XXH3-64 of its payload; 0: unknown
     latest_seq: int  # number of the last delta
@@ -46,8 +46,8 @@ class SavedState(msgspec.Struct, array_like=False):
     links: list[tuple[BlockHash | None, int]] = []  # parent and depth of each block, in the order of `blocks`
     # Each (last block, location, the blocks before it).
     chunks: list[tuple[BlockHash, BlockLocation, list[BlockHash]]] = []
-    chunk_blocks: int = 0
-    extra_keys_seen: bool = False
+    chunk_blocks: int = 0  # length of an offloaded chunk, in blocks; 0: none was seen
+    extra_keys_seen: bool = False  # whether a block had extra keys (cache salt, images)
 
 
 def to_saved_state(
