@@ -36,10 +36,10 @@ class Probe(enum.Enum):
 
 @dataclass(slots=True)
 class _Known:
-    refusals: int = 0
+    refusals: int = 0  # probes in a row that were refused
     failures: int = 0  # probes in a row that were not accepted
-    silent: bool = True
-    lost: bool = False
+    silent: bool = True  # whether a connection to the peer was silent at the last call of due()
+    lost: bool = False  # the router has lost the agent of the peer's instance, and no probe was accepted since
     due: float = -math.inf  # time of the next probe; infinite while a probe is under way
 
 

@@ -116,11 +116,11 @@ class Request:
     of the memory for bodies and responses the request uses (empty: no client). `surplus`: its connection is one more than the
     server may have."""
 
-    method: str
+    method: str  # as the client sent it; GET routes also get HEAD
     path: str  # as the client sent it, without the query
-    query: str
-    headers: Headers
-    writer: ResponseWriter
+    query: str  # the part of the target after the question mark; empty without one
+    headers: Headers  # of the client's head, without trailers
+    writer: ResponseWriter  # for an answer that is streamed, and pings before it
     held_answer: Holding
     body: bytes = b""
     id: str = ""
@@ -128,9 +128,9 @@ class Request:
     holder: bytes = b""
     surplus: bool = False
     answer_fields: dict[str, str] = field(default_factory=dict)
-    model: str = ""
-    trace: RequestTrace | None = None
-    usage: RequestUsage = field(default_factory=RequestUsage)
+    model: str = ""  # the pool's name, set when the body is parsed; empty: no served model is named
+    trace: RequestTrace | None = None  # None: traces are off, or the route takes no body
+    usage: RequestUsage = field(default_factory=RequestUsage)  # without a tenant until the handler of an API sets it
 
     @property
     def media_type(self) -> str:

@@ -28,19 +28,19 @@ class TokenizerStatus(enum.Enum):
 class PoolState:
     """State of one model. `tokenizer` is used only while `tokenizer_status` is EXACT; `reason` says why it is not EXACT."""
 
-    pool: placement_pb2.Pool
+    pool: placement_pb2.Pool  # the newest description by routers
     tokenizer: ModelTokenizer | None = None
-    source: str = ""
+    source: str = ""  # folder or hub id that `tokenizer` is from; empty: none was loaded
     tokenizer_status: TokenizerStatus = TokenizerStatus.CHECKING
     reason: str = "not checked yet"
-    verified: set[Incarnation] = field(default_factory=set)
+    verified: set[Incarnation] = field(default_factory=set)  # their tokens equal those of `tokenizer`
     differed: set[Incarnation] = field(default_factory=set)  # at the last comparison with the tokenizer
     hub_asked_for: set[Incarnation] = field(default_factory=set)  # differed, and the hub was queried for them
     mismatches: Counter[Endpoint] = field(default_factory=Counter)  # differing token counts in a row
     inexact_endpoints: set[Endpoint] = field(
         default_factory=set
     )  # APIs whose prompts the gateway converts differently from the engine
-    rechecked_at: float = -RECHECK_PAUSE_S
+    rechecked_at: float = -RECHECK_PAUSE_S  # monotonic s of the last recheck that token counts caused
 
     def incarnations(self) -> frozenset[Incarnation]:
         """Return the incarnations of the pool's instances."""

@@ -123,16 +123,16 @@ class KeyUsage:
 
     requests: TokenBucket = field(default_factory=TokenBucket)
     tokens: TokenBucket = field(default_factory=TokenBucket)
-    fleet_requests: TokenBucket = field(default_factory=TokenBucket)
-    fleet_tokens: TokenBucket = field(default_factory=TokenBucket)
+    fleet_requests: TokenBucket = field(default_factory=TokenBucket)  # a whole minute's before the first grant
+    fleet_tokens: TokenBucket = field(default_factory=TokenBucket)  # likewise
     shares: int = 1
     slots: int = 0  # slots for requests in flight that the lease has left
-    leased_until: float = 0.0
+    leased_until: float = 0.0  # monotonic s; 0: no lease
     peak: int = 0  # most requests in flight since the last report
     empty_until: float = 0.0  # earliest time to request more from the router
-    used_requests: float = 0.0
-    used_tokens: float = 0.0
-    in_flight: int = 0
+    used_requests: float = 0.0  # 0 while `shares` is not 0
+    used_tokens: float = 0.0  # likewise; negative if an earlier estimate was too high
+    in_flight: int = 0  # requests at this process
     in_flight_elsewhere: int = 0  # requests in flight at other processes
 
     @property

@@ -16,13 +16,13 @@ class RequestUsage:
     without a tenant (a health check). `outcome` is empty for a request that was not placed. `received_at`: monotonic s."""
 
     tenant: str = ""
-    api: str = ""
+    api: str = ""  # the path at the engine, an Endpoint's value
     received_at: float = 0.0
     outcome: str = ""
-    streamed: bool = False
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
+    streamed: bool = False  # the client requested a stream, and was not refused before the placement
+    prompt_tokens: int = 0  # of all prompts, cached ones too; 0 if no answer began
+    cached_tokens: int = 0  # without those that the request's own steps computed; 0 if the engine reported none
+    completion_tokens: int = 0  # of the whole answer, by all instances that took part
 
 
 class UsageLine(msgspec.Struct):
@@ -30,17 +30,17 @@ class UsageLine(msgspec.Struct):
     client's X-Request-ID response header. `model` is empty if the request named no served model."""
 
     time: float
-    tenant: str
+    tenant: str  # never empty: requests without one have no line
     request_id: str
     model: str
-    api: str
-    status: int
-    outcome: str
-    stream: bool
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    duration_s: float
+    api: str  # as in RequestUsage
+    status: int  # HTTP status of the answer; CLIENT_LEFT: the client disconnected; 200: also a stream that broke
+    outcome: str  # ok, cancelled, rejected or failed
+    stream: bool  # RequestUsage.streamed
+    prompt_tokens: int  # as in RequestUsage
+    cached_tokens: int  # as in RequestUsage
+    completion_tokens: int  # as in RequestUsage
+    duration_s: float  # from the arrival of the whole body to the end of the answer
 
 
 def outcome_of(status: int) -> str:

@@ -24,9 +24,9 @@ class Client:
     other tenants ("": shared). `priority` (placement_pb2.Priority) and `weight` apply while the client's requests wait in a
     router. `silence_s`: interval of pings in its streams, s (0: none; None: the gateway's own)."""
 
-    tenant: str
+    tenant: str  # as in the keys file; several keys may have the same
     key: bytes = b""
-    limits: RateLimits = field(default_factory=RateLimits)
+    limits: RateLimits = field(default_factory=RateLimits)  # of this key alone
     cache_salt: str = ""
     priority: placement_pb2.Priority.ValueType = placement_pb2.PRIORITY_STANDARD
     weight: int = 1

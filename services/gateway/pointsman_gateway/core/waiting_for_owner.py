@@ -39,13 +39,13 @@ class WaitingRequest:
     that must not be chosen. `computed_at`: the instance that has computed a part of the prompt; empty: none. `parked_until`: end
     of the bound within which a router had parked it, s; None: it is not parked."""
 
-    request_id: str
+    request_id: str  # the attempt's id, as routers know it
     asked_at: float
     tokens: int = 0
     exclude: Collection[str] = ()
     computed_at: str = ""
     parked_until: float | None = None
-    sequences: int = 1
+    sequences: int = 1  # that its engine will run: prompts times answers to each
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +82,16 @@ class _Pool:
 
     since: float | None
     connected: bool = False  # there is a router to ask
-    connected_at: float = 0.0
+    connected_at: float = 0.0  # since when this router is there to ask; anew when it begins anew
     refused: bool = False  # that router said that it does not serve the pool
     ask_at: float = 0.0  # when the oldest request is sent to it again
     sent: bool = False  # one was sent to it, and is not refused yet
     place_at: float = 0.0  # of the next round of local placements
-    waiting: dict[str, _Entry] = field(default_factory=dict)
+    waiting: dict[str, _Entry] = field(default_factory=dict)  # by request id; all that wait, parked or not
     # In order of age; entries that are not in `waiting` any more are skipped.
     unparked: list[_Entry] = field(default_factory=list)
-    parked: list[_Entry] = field(default_factory=list)
-    bounds: list[tuple[float, int, str]] = field(default_factory=list)
+    parked: list[_Entry] = field(default_factory=list)  # as `unparked`, of the parked requests
+    bounds: list[tuple[float, int, str]] = field(default_factory=list)  # heap of (parked_until, number, request id)
 
     def add(self, entry: _Entry) -> None:
         request = entry[2]

@@ -102,8 +102,8 @@ class Route:
     """One path, or all paths of a pattern; `name` is the label in metrics. `open`: needs no key; `body`: needs a JSON body."""
 
     name: str
-    method: str
-    handler: Handler
+    method: str  # the only one besides OPTIONS; GET includes HEAD
+    handler: Handler  # called when the body has arrived; returns None if it has streamed its answer
     open: bool = False
     body: bool = False
 

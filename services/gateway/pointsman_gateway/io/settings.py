@@ -32,7 +32,7 @@ class GatewaySettings(BaseSettings):
     """Settings of one gateway process. Times are seconds."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_GATEWAY_")
-    REMOVED: ClassVar = {"continued_per_minute": "600"}
+    REMOVED: ClassVar = {"continued_per_minute": "600"}  # former settings -> what counts now, for messages
 
     listen: HostPort = Field("127.0.0.1:8080", description="HOST:PORT to serve HTTP on; port 0 picks a free one")
     tls_cert: Path | None = Field(None, description="certificate chain (PEM): HTTPS instead of HTTP; with tls_key")

@@ -78,7 +78,7 @@ class ClientRules:
     """Rules for the requests of one client. `cache_salt` is its tenant's; it replaces one that the client sets."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)  # requested name -> served name
-    client_cache_salt: bool = False
+    client_cache_salt: bool = False  # setting: clients may set a salt, if their tenant has none
     cache_salt: str = ""
     own_session: bool = True  # whether the body's session id may reach the engine unchanged
     max_sequences: int = 1 << 14  # of one request: its prompts, times the answers to each (vLLM's own maximum of `n`)
@@ -93,14 +93,14 @@ class ApiCall:
     if the API has none or it cannot be converted. `body` and `chat` are there until the request is prepared (drop_values).
     """
 
-    endpoint: Endpoint
+    endpoint: Endpoint  # the API; of several paths of one API the client may have used any
     model: str  # the model's name at the engines; aliases are resolved
     requested_model: str  # the name that the client sent
-    stream: bool
+    stream: bool  # whether the client wants a stream; False for APIs that do not generate
     max_output_tokens: int  # 0 when open
     session_id: str  # of the body; empty without one
     prompt_cache_key: str  # of the body; empty without one
-    cache_salt: str
+    cache_salt: str  # the tenant's, else the client's own, if it may set one; empty: none
     untokenizable: str  # why the prompt's tokens cannot be computed from the body; empty if they can
     reads_prefix_cache: bool  # whether the engine looks up the prompt in its prefix cache
     body: dict[str, Any]

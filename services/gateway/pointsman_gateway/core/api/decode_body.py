@@ -274,13 +274,14 @@ def _counted(raw: bytes, most: int) -> _Counts:
 
 @dataclass
 class _Counts:
-    """Counts of brackets, quotes, commas and names in JSON. A list or object has at most one value more than commas."""
+    """Counts of brackets, quotes, commas and names in JSON. A list or object has at most one value more than commas. The first
+    count of a text includes what is inside its strings."""
 
-    objects: int = 0
-    lists: int = 0
-    quotes: int = 0
-    commas: int = 0
-    names: int = 0
+    objects: int = 0  # opening braces
+    lists: int = 0  # opening brackets
+    quotes: int = 0  # two for each string
+    commas: int = 0  # between values
+    names: int = 0  # colons after the names of fields; 0 in the first count
 
     def add(self, text: bytes, quotes: int) -> None:
         """Count a piece of JSON. `quotes`: number of quotes that it has, or had before they were removed. Mutates."""

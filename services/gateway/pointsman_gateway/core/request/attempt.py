@@ -24,14 +24,14 @@ class Attempt:
     """The record of one attempt. Times are monotonic seconds, 0 for events that did not happen. `continues`: number of tokens of
     the answer that earlier attempts have sent, 0 for an attempt that begins it."""
 
-    id: str = ""
-    asked_at: float = 0.0
-    sent_at: float = 0.0
-    first_byte_at: float = 0.0
+    id: str = ""  # as the router knows it; empty until a placement is requested
+    asked_at: float = 0.0  # when the placement was requested
+    sent_at: float = 0.0  # when the request of the last SERVE was sent
+    first_byte_at: float = 0.0  # of an answer that is not streamed: when all of it had arrived
     early_sent_at: float = 0.0  # when the next step was sent before the router assigned it
-    step_runs: list[StepRun] = field(default_factory=list)
-    fallback: str = ""
-    usage: Usage = field(default_factory=Usage)
+    step_runs: list[StepRun] = field(default_factory=list)  # in order; a pull and its SERVE are one
+    fallback: str = ""  # error of the last step that failed; empty: none did
+    usage: Usage = field(default_factory=Usage)  # as the engine counted; of a continued answer, of the whole
     own_cached: int = 0  # of the usage's cached tokens, those that earlier steps of the request have computed
     continues: int = 0
 

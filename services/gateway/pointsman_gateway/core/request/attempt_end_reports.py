@@ -18,23 +18,23 @@ class AttemptBreakdown(RequestTiming, kw_only=True, omit_defaults=True):
     """One placed attempt, without prompts and sessions. Times of events that did not happen are absent. `prompt_tokens`,
     `cached_tokens` and `output_tokens` are the engine's own counts."""
 
-    request_id: str
-    decision_id: str
-    model: str
-    stream: bool
-    outcome: str
-    status: int
+    request_id: str  # the attempt's id: the gateway's id of the request, from the second attempt on with .1, .2 ...
+    decision_id: str  # of the first step that has one; empty: no router placed the attempt
+    model: str  # name of the pool, also for an adapter
+    stream: bool  # as the client requested
+    outcome: str  # name of an Outcome, such as OK or FAILED
+    status: int  # HTTP status of the instance's answer; 0 without one
     instances: list[str]  # instances of the steps, in order
     fallback: str = ""  # error of the last step that failed
-    error: str = ""
-    degraded: bool = False
+    error: str = ""  # how the attempt ended, without addresses; empty: the answer is complete
+    degraded: bool = False  # of the last step, as in StepAssigned
     input_tokens: int = 0  # as counted for the placement
-    predicted_cached_tokens: int = 0
+    predicted_cached_tokens: int = 0  # of the prompt, at the last step's instance
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     own_cached_tokens: int = 0  # of cached_tokens, those that the request's own steps computed
     output_tokens: int | None = None
-    finish_reason: str = ""
+    finish_reason: str = ""  # in the terms of chat completions; empty: not reported
 
 
 def finished(

@@ -26,16 +26,17 @@ class RequestContext:
 
     request_id: str  # the gateway's own (Request.id)
     client_id: str  # the id for the client and the engine (Request.client_id)
-    call: ApiCall
+    call: ApiCall  # loses its body when it is prepared, and its payload when the answer begins
     state: PoolState  # of the model's pool
     lora: str  # the adapter's name; empty: none
-    client: Client
+    client: Client  # of the request's API key; ANYONE if clients need no key
     headers: Headers  # of the client's request
     key_charge: KeyCharge  # the share of the key's limits that the request takes
     received_at: float  # monotonic s
     trace: RequestTrace | None = None  # None: traces are off
     continues: StoredResponse | None = None  # the stored response that the request continues
 
+    # What each attempt places a copy of, under its own id and with its exclusions.
     placement: placement_pb2.PlacementRequest = field(default_factory=placement_pb2.PlacementRequest)
     prompt_tokens: int = 0  # of all prompts, as the engine's usage counts them
     transfer_obstacle: str = ""  # why prefill and answer must be on one instance; empty if they need not be

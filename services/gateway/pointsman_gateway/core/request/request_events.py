@@ -33,10 +33,10 @@ class Target:
     KV of another instance. `identity`: what makes it interchangeable with others.
     """
 
-    instance_id: str
+    instance_id: str  # unique in the fleet, as the router has it; ranks at one `url` have their own
     url: str
     rank: int | None = None
-    incarnation: str = ""
+    incarnation: str = ""  # lifetime of the engine's process; empty: unknown
     kv_protocol: str = ""
     bootstrap_url: str = ""
     layerwise: bool = False
@@ -48,11 +48,11 @@ class Target:
 class RequestTimeouts:
     """Timeouts in seconds, and the maximum number of attempts after the first."""
 
-    placement_s: float = 60.0
-    prefill_s: float = 120.0
-    first_byte_s: float = 600.0
-    transfer_s: float = 30.0
-    max_retries: int = 2
+    placement_s: float = 60.0  # from a request for a step, or the end of a parked request's bound, to the step
+    prefill_s: float = 120.0  # duration of a PREFILL; then the request is colocated
+    first_byte_s: float = 600.0  # from sending a SERVE to its first byte; if it is not streamed, to its end
+    transfer_s: float = 30.0  # duration of a pull, or from a SERVE with KV of another instance to its first byte
+    max_retries: int = 2  # attempts after a move (UpstreamFailed.moved) do not count
 
 
 # Events.
@@ -66,13 +66,13 @@ class StepAssigned:
     another one is asked.
     """
 
-    attempt_id: str
-    target: Target
-    index: int = 0
+    attempt_id: str  # a step for an earlier attempt is ignored
+    target: Target  # the instance that carries out the step
+    index: int = 0  # of the step in the attempt, from 0
     prefill_tokens: int = 0  # 0: SERVE
-    decision_id: str = ""
-    cached_tokens: int = 0
-    degraded: bool = False
+    decision_id: str = ""  # the router's; empty: the gateway chose
+    cached_tokens: int = 0  # of the prompt at the target, as predicted
+    degraded: bool = False  # placed while the routers' shared store was away, or by the gateway alone
     kv_target: Target | None = None
     kv_source: Target | None = None
     runner_up: str = ""
@@ -84,10 +84,10 @@ class PlacementRefused:
     """The placement was refused; the router holds no reservation. `code` as in Refusal (4, 5, 8, 14). `place`: the place among
     parked requests that it had; 0 for none."""
 
-    attempt_id: str
+    attempt_id: str  # a refusal of an earlier attempt is ignored
     code: int
-    message: str
-    retry_after_s: float | None = None
+    message: str  # for the client
+    retry_after_s: float | None = None  # None: the router named no time; failures.py has the default
     place: int = 0
 
 
@@ -154,7 +154,7 @@ class UpstreamFailed:
     the request, which may have killed the engine. `unreached`: it has not got the request. `progressed`: after a good part of an
     answer."""
 
-    error: str
+    error: str  # without addresses, since routers and logs get it
     status: int = 0
     refused: bool = False
     continuable: bool = False
@@ -286,10 +286,10 @@ class ReportFinished:
     the request is at fault. `refused_by`: as in ReportFirstToken, for an attempt that is rejected without a first token.
     `continued`: the next attempt goes on with its answer, and has the usage of the whole."""
 
-    attempt_id: str
-    outcome: Outcome
+    attempt_id: str  # the request's id, from the second attempt on with .1, .2 ...
+    outcome: Outcome  # the attempt's; the request may go on with another one
     error: str = ""
-    status: int = 0
+    status: int = 0  # HTTP status of the failure; 0: that of the open answer counts, if there is one
     refused: bool = False
     refused_by: tuple[str, ...] = ()
     continued: bool = False

@@ -60,8 +60,8 @@ class Prompt:
     later. `common`: number of tokens that all of several prompts begin with.
     """
 
-    ids: TokenIds
-    lengths: tuple[int, ...]
+    ids: TokenIds  # of the first prompt, up to its first media part
+    lengths: tuple[int, ...]  # tokens of each prompt, in order; none after one that is too long
     media: bytes = b""
     steady: bool = True
     common: int = 0

@@ -53,15 +53,15 @@ _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 class Listener(Protocol):
     """The server of a connection: the state that all of its connections share."""
 
-    handler: HttpHandler
-    limits: ServerLimits
-    connections: set[ClientConnection]
-    limit: ConnectionLimit
-    closing: bool
-    date: dict[str, str]
-    bodies: MemoryBudget
-    answers: MemoryBudget
-    busy: MemoryBudget
+    handler: HttpHandler  # of the requests of all connections
+    limits: ServerLimits  # from the settings; constant
+    connections: set[ClientConnection]  # open ones; a connection adds itself
+    limit: ConnectionLimit  # bounds `connections` and the TLS handshakes before them
+    closing: bool  # the drain has begun: connections end after their answers
+    date: dict[str, str]  # the answers' header Date, set anew every half a second or more often
+    bodies: MemoryBudget  # bytes of requests' bodies, until their answers begin
+    answers: MemoryBudget  # bytes of answers that are not streamed, until they are sent
+    busy: MemoryBudget  # connections with a known client's request, until it is answered
 
     def forget(self, connection: ClientConnection) -> None:
         """Remove a connection that is closed and whose request has ended."""

@@ -14,7 +14,7 @@ class ServerLimits:
     """Limits for clients. `head_s` and `body_s` are the maximum times for a whole head and a whole body to arrive, s; `idle_s` is
     the maximum idle time of a connection, s."""
 
-    max_body_bytes: int
+    max_body_bytes: int  # of one request, decompressed
     max_buffered_body_bytes: int  # of all clients' bodies together, until their answers begin
     max_buffered_answer_bytes: int = (
         256 << 20
@@ -23,8 +23,8 @@ class ServerLimits:
         1 << 14
     )  # open at once; beyond it idle ones are closed, or Request.surplus is set, and SURPLUS connections later none is taken. One
     # client's requests may have three times as many as those of all leave free
-    max_head_bytes: int = 32 << 10
-    max_headers: int = 100
+    max_head_bytes: int = 32 << 10  # request target and header fields of one request
+    max_headers: int = 100  # header fields of one request; more get 431
     head_s: float = 10.0
     body_s: float = 120.0
     body_stall_s: float = 15.0  # maximum time between two pieces of a body
@@ -32,7 +32,7 @@ class ServerLimits:
         3_900.0  # more than Envoy's 1 h and balancers' 10 min: who keeps a connection for less never meets its end
     )
     stall_s: float = 300.0  # period in which a client must read its answer at the rate below, or is disconnected
-    min_read_bytes_per_s: int = 1024
+    min_read_bytes_per_s: int = 1024  # 0: one byte in each period is enough
 
 
 class HttpHandler(Protocol):

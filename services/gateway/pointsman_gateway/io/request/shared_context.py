@@ -20,17 +20,17 @@ from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
 class SharedContext:
     """Services that all requests of a gateway process share."""
 
-    router: RouterClient
-    upstream: Upstream
-    bootstraps: EngineIdCache
-    releases: KvReleases
-    pools: ModelPools
-    telemetry: GatewayMetrics
-    timeouts: RequestTimeouts
+    router: RouterClient  # client of all routers
+    upstream: Upstream  # client of all engines
+    bootstraps: EngineIdCache  # engine ids from the bootstrap servers of KV sources
+    releases: KvReleases  # frees KV of transfers that will not happen
+    pools: ModelPools  # by model, with tokenizers and their checks
+    telemetry: GatewayMetrics  # of this process
+    timeouts: RequestTimeouts  # for streams
     whole_timeouts: RequestTimeouts  # for answers that are not streamed
-    breakdown: LineLog[AttemptBreakdown]
-    expose_placement: bool
-    mark_session_ends: bool
-    continuations: Continuations
+    breakdown: LineLog[AttemptBreakdown]  # file of attempts; does nothing without a file
+    expose_placement: bool  # setting: answers name decision and instance
+    mark_session_ends: bool  # setting: engines are told the last request of a session
+    continuations: Continuations  # memory and pace for answers that go on at another instance
     proxy_fallbacks: int = 0  # number of instances besides the chosen one that a proxy gets
     text_turns: FairTurns = field(default_factory=lambda: FairTurns(1))  # to tokenise a begun text

@@ -40,11 +40,11 @@ NOT_FOUND = 404
 class UnplacedProxy:
     """Sends unplaced requests to instances. `timeout_s`: maximum wait for an answer, s."""
 
-    upstream: Upstream
-    pools: ModelPools
-    router: RouterClient
+    upstream: Upstream  # client of all engines
+    pools: ModelPools  # of whose instances one is chosen
+    router: RouterClient  # only read: open requests by instance, whether the fleet is known
     timeout_s: float
-    round_robin: int = 0
+    round_robin: int = 0  # tries so far; chooses among instances with equally many open requests
 
     async def forward(
         self, model: str, path: str, payload: bytes, error_format: ErrorFormat, held: Holding

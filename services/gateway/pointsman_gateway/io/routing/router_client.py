@@ -72,8 +72,8 @@ class _Request:
     called with the maximum of that time, s. `computed_at`: the instance that has computed a part of the prompt, or empty.
     """
 
-    request: placement_pb2.PlacementRequest
-    deadline: float
+    request: placement_pb2.PlacementRequest  # as routers get it, but without block keys once it is placed
+    deadline: float  # monotonic s until which its first step is waited for; 0: it was not asked for
     timeout_s: float = 0.0
     computed_at: str = ""
     parked_until: float | None = None
@@ -81,16 +81,16 @@ class _Request:
     session: RouterSession | None = None
     answer: asyncio.Future[PlacementReply | WithoutRouter] | None = None
     instance_id: str = ""
-    cached_tokens: int = 0
-    began: bool = False
-    asked_at: float | None = None
-    generated: Callable[[], int] | None = None
-    told_generated: int = 0
-    waits: Callable[[], bool] | None = None
+    cached_tokens: int = 0  # of the prompt, as predicted for the last placed step
+    began: bool = False  # its first byte was reported
+    asked_at: float | None = None  # monotonic s of its first submission; None: not submitted
+    generated: Callable[[], int] | None = None  # returns the attempt's tokens so far; None: no answer has begun
+    told_generated: int = 0  # what `generated` returned when progress() last saw it grow, or the gateway not wait
+    waits: Callable[[], bool] | None = None  # returns whether the engine's next bytes are waited for
     progressed_at: float = 0.0  # when `generated` was last seen to grow, or the gateway not to wait, monotonic s
-    placed_at: float = 0.0
-    move: Callable[[placement_pb2.Move], None] | None = None
-    first_token_by: float | None = None
+    placed_at: float = 0.0  # monotonic s of the last placed step; 0: none
+    move: Callable[[placement_pb2.Move], None] | None = None  # lets the request leave its instance; set once placed
+    first_token_by: float | None = None  # monotonic s by which the client needs the first token; None: no limit
 
     def progress(self, now: float) -> tuple[bool, bool]:
         """Return whether the answer has progressed since the last call, and whether it has stood still for long. Mutates."""
