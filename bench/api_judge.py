@@ -41,13 +41,13 @@ VENDORS = {"openai": "OpenAI", "anthropic": "Anthropic"}
 class Operation:
     """A path that the gateway serves. Schemas are names of the document's; `base`: a request that every server answers."""
 
-    vendor: str
-    method: str
+    vendor: str  # whose document has it, a key of VENDORS
+    method: str  # in capitals, as sent
     path: str  # as the document has it
-    answer: str
-    events: str = ""
+    answer: str  # schema of an answer that is neither an error nor a stream
+    events: str = ""  # schema of each event of a stream; empty: their form is not checked
     base: dict[str, Any] = field(default_factory=dict, hash=False)
-    limits: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()  # body fields that limit the answer's tokens; the first is set if a request has none
 
     @property
     def name(self) -> str:
@@ -178,11 +178,11 @@ def _told(error: Any) -> str:
 class Request:
     """One request: `target` is the path with its query."""
 
-    operation: Operation
-    family: str
+    operation: Operation  # the one whose document it is drawn from, and its answer checked by
+    family: str  # one of FAMILIES: `base` with one or two drawn fields, drawn as valid, or drawn as invalid
     target: str
-    headers: tuple[tuple[str, str], ...]
-    body: bytes | None
+    headers: tuple[tuple[str, str], ...]  # name and value; only the content type and Anthropic's version and beta
+    body: bytes | None  # None: sent without one
 
 
 def drawn(operation: Operation, model: str, count: int, seed: int) -> list[Request]:

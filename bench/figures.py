@@ -12,11 +12,11 @@ from rich.table import Table
 class Figure:
     """One measured figure."""
 
-    metric: str
-    value: float
-    unit: str
+    metric: str  # name in tables and in results.jsonl
+    value: float  # in `unit`
+    unit: str  # as shown: "s", "us", "1/s"; empty: a pure number
     baseline: float | None = None  # a value measured in the same run, or the goal if the note says so
-    note: str = ""
+    note: str = ""  # circumstances of the measurement, for the reader
 
     @property
     def ratio(self) -> float | None:

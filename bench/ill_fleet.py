@@ -77,12 +77,12 @@ class Services:
 class Sent:
     """A request of a client, and how it ended. Times are of time.monotonic(), s."""
 
-    pool: str
-    at: float
-    ended: float
+    pool: str  # model name of its pool, ALONE or THREES
+    at: float  # just before it was sent
+    ended: float  # when the whole answer was read, or the client gave up
     outcome: str  # "ok"; "failed"; "refused": by the gateway, which had no instance for it
-    why: str = ""
-    instance: str = ""
+    why: str = ""  # error, or status and code of the answer; empty if ok
+    instance: str = ""  # id of the answering instance, as the gateway's header names it; empty: no such header
 
     @property
     def ok(self) -> bool:
@@ -433,19 +433,19 @@ def stopped(processes: Sequence[Process]) -> Iterator[None]:
 class Outcome:
     """What a way of being ill did to a pool. Times in s; None: not seen."""
 
-    way: str
-    pool: str
-    ill_s: float
-    requests: int = 0
-    failed: int = 0
-    refused: int = 0
-    reasons: dict[str, int] = field(default_factory=dict)
-    out_s: float | None = None
-    back_s: float | None = None
+    way: str  # name of the Way, as in WAYS
+    pool: str  # model name of the pool, ALONE or THREES
+    ill_s: float  # from the illness's begin to its end, what it takes to begin and to end included
+    requests: int = 0  # of the pool's clients, from before the illness until the engine is back or given up on
+    failed: int = 0  # of these, without a whole answer, except refused ones
+    refused: int = 0  # of these, refused by the gateway, which had no instance
+    reasons: dict[str, int] = field(default_factory=dict)  # Sent.why -> number of failed and refused requests
+    out_s: float | None = None  # from the illness's begin until the router listed the engine as out
+    back_s: float | None = None  # from the illness's end until it was listed as in and had answered a request
     share: float = 0.0  # of the requests of the illness's second half, those that reached the ill engine
-    said: str = ""
-    doctor: list[str] = field(default_factory=list)
-    doctor_status: int = 0
+    said: str = ""  # Listed.words near the illness's end; before them those of its first time out, if it is in again
+    doctor: list[str] = field(default_factory=list)  # warnings and failures then; those of the well fleet left out
+    doctor_status: int = 0  # exit status of `pointsman doctor` then, for the whole fleet
     late: bool = False  # whether the fleet had to be started anew afterwards
 
     def count(self, sent: Sequence[Sent]) -> None:

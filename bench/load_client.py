@@ -54,19 +54,19 @@ class LoadRun:
     stream: bool  # whether answers are event streams
     chunks: int  # max_tokens of each request
     prompt: int  # its length, bytes, about
-    rng: random.Random
+    rng: random.Random  # draws kinds and prompts of the requests
     hold: bool  # keep the answers open once all have begun
     mix: bool = False  # requests of all kinds (MIX)
     prompts: int = 0  # number of different prompts; 0: each is new
-    asked: int = 0
-    answered: int = 0
-    failed: int = 0
+    asked: int = 0  # requests handed to connections, repeated ones once
+    answered: int = 0  # with the status that their kind expects, to the answer's end or as far as the client reads it
+    failed: int = 0  # with another status, or without a whole answer
     failures: Counter[str] = field(default_factory=Counter)  # by the head's first line, or "" without one
     received: int = 0  # chunks
     reads: int = 0  # from the sockets
     first_s: list[float] = field(default_factory=list)  # times to first byte
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    reconnecting: set[asyncio.Task[None]] = field(default_factory=set)
+    done: asyncio.Event = field(default_factory=asyncio.Event)  # set when all requests are answered or failed
+    reconnecting: set[asyncio.Task[None]] = field(default_factory=set)  # connections being opened; each removes itself
     repeated: int = 0  # requests that met a connection closed as idle
 
     def next_request(self) -> tuple[bytes, str] | None:

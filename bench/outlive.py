@@ -31,12 +31,12 @@ BETWEEN_S, AWAY_S = 6.0, 1.0
 class _Stream:
     """One stream. Times in s."""
 
-    instance: str = ""
-    text: str = ""
+    instance: str = ""  # id of the answering instance; empty before the answer's headers and after its end
+    text: str = ""  # received so far
     last_at: float = 0.0  # when a chunk came last
     killed_at: float = 0.0  # when its engine was killed; 0: it was not
     gaps: list[float] = field(default_factory=list)  # from its last chunk before the kill to the first one after
-    broken: str = ""
+    broken: str = ""  # error or status; empty: it did not break
 
 
 async def outlive() -> list[Figure]:

@@ -32,14 +32,14 @@ ABSENT: Mapping[str, str] = {
 class LaunchContext:
     """What a router is started with. `ports` are free ones; the first is the port that clients send to."""
 
-    engines: Sequence[EngineAddress]
+    engines: Sequence[EngineAddress]  # all that the router is to use, running
     ports: Sequence[object]
-    folder: Path
-    model: str
-    tokenizer: Path
-    block_size: int
-    kv_blocks: int
-    context: int
+    folder: Path  # for files and state of the router; need not exist if only command lines are wanted
+    model: str  # name that the engines serve
+    tokenizer: Path  # folder with the engines' tokenizer files
+    block_size: int  # tokens of a KV block
+    kv_blocks: int  # KV blocks of each engine
+    context: int  # maximum tokens of a prompt with its answer
 
     @property
     def urls(self) -> list[str]:

@@ -22,13 +22,13 @@ class EngineAddress:
 class Fleet:
     """Running engines. `tokenizer`: folder of their tokenizer. `words`: texts of one token each. `pids`: their processes."""
 
-    engines: Sequence[EngineAddress]
-    model: str
+    engines: Sequence[EngineAddress]  # one for each server, in the order of `pids`
+    model: str  # name that they serve
     tokenizer: Path
     words: Sequence[str]
-    block_size: int
-    kv_blocks: int
-    context: int
+    block_size: int  # tokens of a KV block
+    kv_blocks: int  # KV blocks of each engine
+    context: int  # maximum tokens of a prompt with its answer
     pids: Sequence[int]
 
     def cached_and_asked(self) -> tuple[float, float]:
