@@ -8,7 +8,7 @@ import msgspec
 class StepTotals(msgspec.Struct):
     """Sums over all steps since the engine's start, so that a lost message loses nothing."""
 
-    steps: int = 0
+    steps: int = 0  # steps with tokens; others are not counted
     seconds: float = 0.0  # time of all steps, without the pauses between them
     decode_tokens: int = 0  # tokens of requests whose prompts are complete
     prefill_tokens: int = 0  # prompt tokens that were computed
@@ -27,4 +27,4 @@ class StepLoad(msgspec.Struct):
     waiting: int  # requests in its queue
     kv_usage: float  # used share of its KV blocks, 0 to 1
     prefill_tokens_left: int  # tokens still to schedule of the prompts in its batch
-    totals: StepTotals
+    totals: StepTotals  # up to this message

@@ -40,10 +40,10 @@ class _Step:
 
     output: Any  # identifies it
     began: float  # s
-    decode_tokens: int
-    prefill_tokens: int
-    prefill_pairs: int
-    prefills: int
+    decode_tokens: int  # scheduled, of requests whose prompts are complete
+    prefill_tokens: int  # to compute, of all its prompts; after a preemption answers so far count as prompt
+    prefill_pairs: int  # as in StepTotals
+    prefills: int  # number of prompts that it completes
 
 
 class StepObserver:

@@ -15,13 +15,13 @@ from pointsman_connector.layerwise.progress import blocks_of
 class Chunk:
     """Part of a prompt that one step computes, if the prompt's KV is for another engine."""
 
-    transfer_id: str
-    request_id: str
+    transfer_id: str  # from the request's kv_transfer_params; both engines have it
+    request_id: str  # this engine's own id
     # Ids of the engine's blocks that the prompt got since its last chunk, or all of its blocks if it `restarted`.
     new_blocks: tuple[int, ...]
     up_to: int  # number of leading blocks that may be sent when a layer is computed
     total: int  # number of the prompt's blocks
-    restarted: bool
+    restarted: bool  # whether the prompt was preempted since its last chunk, and starts over in new blocks
     # The blocks to check, in the last chunk only: (position, id), the position counted from the prompt's end (1: the last block).
     check: tuple[tuple[int, int], ...] = ()
 
@@ -29,11 +29,11 @@ class Chunk:
 class Request(Protocol):
     """The attributes of vLLM's Request that this module reads."""
 
-    request_id: str
-    num_prompt_tokens: int
-    num_computed_tokens: int
-    num_preemptions: int
-    max_tokens: int
+    request_id: str  # this engine's own id
+    num_prompt_tokens: int  # without generated tokens
+    num_computed_tokens: int  # with KV, cached ones included; those of a step count once it is scheduled
+    num_preemptions: int  # so far; each takes all blocks
+    max_tokens: int  # limit of the answer; with 1 the prompt's last block stays as computed
 
 
 class BlockTable(Protocol):
@@ -53,11 +53,11 @@ class SchedulerOutput(Protocol):
 
 @dataclass
 class _Followed:
-    transfer_id: str
-    request: Request
-    known_blocks: int = 0
-    preemptions: int = 0
-    ended: bool = False
+    transfer_id: str  # from the request's kv_transfer_params
+    request: Request  # vLLM's own object, which changes with each step
+    known_blocks: int = 0  # number of the prompt's present blocks that chunks have named
+    preemptions: int = 0  # the request's number at the last chunk, or when tracking began
+    ended: bool = False  # whether the last chunk has computed the prompt's end
 
 
 class ChunkTracker:

@@ -77,7 +77,7 @@ class Delivery:
     block_bytes: Sequence[int]  # size of a block in each region
     least_bytes: int  # a write of fewer waits for more blocks, until all is computed
     writing: bool = False  # There is one write at a time, so that an earlier write never overwrites a later one.
-    failed: bool = False
+    failed: bool = False  # a write failed, or it was given up: nothing more is written
     _sent: list[int] = field(default_factory=list)
     _epoch: int = 0
 
