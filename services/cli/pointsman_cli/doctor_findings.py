@@ -21,14 +21,14 @@ TIMEOUT_S = 10.0
 class Finding:
     """Result of one check: its level, what was found, and what to change."""
 
-    OK: ClassVar[str] = "ok"
-    WARN: ClassVar[str] = "warn"
-    FAIL: ClassVar[str] = "fail"
+    OK: ClassVar[str] = "ok"  # nothing to do
+    WARN: ClassVar[str] = "warn"  # worth a look; the exit status stays 0
+    FAIL: ClassVar[str] = "fail"  # must be changed; makes the exit status 1
 
-    level: str
-    check: str
-    found: str
-    advice: str = ""
+    level: str  # OK, WARN or FAIL
+    check: str  # its subject: "router", "model NAME", an instance's id, a URL
+    found: str  # phrase for the table; may contain texts of engines
+    advice: str = ""  # phrase in the imperative, or what follows; empty: none
 
 
 @dataclass(frozen=True)

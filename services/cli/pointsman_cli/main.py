@@ -81,7 +81,7 @@ class Command:
     `extras`: those whose packages it imports, with commas between.
     """
 
-    name: str
+    name: str  # as typed after `pointsman`
     panel: str
     extras: str
     register: Callable[[], None]

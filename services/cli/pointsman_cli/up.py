@@ -83,7 +83,7 @@ class UpSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_UP_")
 
-    OTHER_VARIABLES: ClassVar[Mapping[str, str]] = PARTS_OWN
+    OTHER_VARIABLES: ClassVar[Mapping[str, str]] = PARTS_OWN  # field -> its part's variable, as errors name it
 
     engine: Entries = Field(
         default_factory=list, description="base URL of each vLLM server; default: those that answer on this host"

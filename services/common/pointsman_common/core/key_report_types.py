@@ -45,9 +45,9 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     """One change of the set of (tier, key) pairs, or with a `first_seq` the sum of the changes from that one to `seq`."""
 
     seq: int
-    tier: int
-    added: Collection[int] = ()
-    removed: Collection[int] = ()
+    tier: int  # of all `added` and `removed` keys; a newer agent's may be no Tier
+    added: Collection[int] = ()  # keys that the tier did not have
+    removed: Collection[int] = ()  # keys that the tier had
     cleared: bool = False  # all keys of all tiers were removed before this change
     first_seq: int = 0
     more: bool = False  # the sum goes on with another tier's keys in the next message

@@ -67,14 +67,14 @@ class SpanEvent:
 class Span:
     """One finished span."""
 
-    name: str
-    context: SpanContext
+    name: str  # of the operation: "POST ROUTE", "place", "chat MODEL"
+    context: SpanContext  # the span's own ids
     parent_id: int  # 0 for a trace's first span
-    kind: SpanKind
+    kind: SpanKind  # SERVER: it answers the call; CLIENT: it makes it
     start_ns: int  # unix ns
     end_ns: int  # unix ns
-    attributes: Mapping[str, Value]
-    events: tuple[SpanEvent, ...] = ()
+    attributes: Mapping[str, Value]  # by OpenTelemetry's names or pointsman.*; as known_attributes() returns them
+    events: tuple[SpanEvent, ...] = ()  # within the span, in the order of time
     error: str = ""  # empty if the call succeeded
 
 

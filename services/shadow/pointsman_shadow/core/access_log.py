@@ -32,19 +32,19 @@ class LineError(ValueError):
 class LogLine(msgspec.Struct, kw_only=True):
     """One line with its fields as in the log. An empty text means that the field is missing."""
 
-    time: float | str
-    duration_s: float | str = 0.0
-    id: str = ""
-    path: str = ""
-    body: str | dict[str, Any] = ""
-    model: str = ""
-    prompt_token_ids: list[int] | None = None
-    session: str = ""
-    upstream: str = ""
-    status: int | str = 0
-    usage: dict[str, Any] | None = None
-    cached_tokens: int | None = None
-    output_tokens: int | None = None
+    time: float | str  # of the request's end: unix s, as number or text, or ISO 8601
+    duration_s: float | str = 0.0  # from arrival to `time`, s; "" and "-" count as 0
+    id: str = ""  # X-Request-ID of the mirrored request
+    path: str = ""  # as received; its query is cut off when it is used
+    body: str | dict[str, Any] = ""  # JSON, as text or as an object
+    model: str = ""  # only used with `prompt_token_ids`
+    prompt_token_ids: list[int] | None = None  # in place of path and body; None: missing
+    session: str = ""  # the client's name, used as X-Session-ID
+    upstream: str = ""  # HOST:PORT that answered; of several the last counts
+    status: int | str = 0  # HTTP status; 0, "" and "-": unknown
+    usage: dict[str, Any] | None = None  # the object of the engine's answer, of any API; None: missing
+    cached_tokens: int | None = None  # counts before those in `usage`; None: missing
+    output_tokens: int | None = None  # counts before those in `usage`; None: missing
 
     @property
     def ended_at(self) -> float:

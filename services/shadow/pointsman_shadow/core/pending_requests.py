@@ -18,11 +18,11 @@ MAX_EARLY_ENDS = 10_000
 class ArrivedRequest:
     """A request as received."""
 
-    request_id: str
+    request_id: str  # the request's X-Request-ID; a random one if it has none
     at: float  # its arrival, unix s
-    model: str
-    session: str
-    input_tokens: int
+    model: str  # its pool's model, also where the request names an alias or an adapter
+    session: str  # as a gateway derives it: the client's name, or that of requests with the same prefix
+    input_tokens: int  # that an engine with an empty cache computes; estimated if the prompt cannot be tokenised
     keys: tuple[int, ...]  # of its prompt's full blocks; empty if they cannot be computed
     max_output_tokens: int = 0  # 0: no limit
 

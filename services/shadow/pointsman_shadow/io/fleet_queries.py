@@ -42,9 +42,9 @@ class LivePlacement:
 class LivePlacementTotals:
     """Totals of live placements."""
 
-    asked: int = 0
-    unanswered: int = 0
-    cached_tokens: int = 0
+    asked: int = 0  # answered ones whose request was compared; a failed request is not
+    unanswered: int = 0  # no answer, or an answer without a step; not in `asked`
+    cached_tokens: int = 0  # at the instances that would have been chosen, of all in `asked`
     placed: int = 0  # requests whose instance is known
     same: int = 0  # of the placed ones only
     actual_cached_tokens: int = 0  # of the placed ones only
