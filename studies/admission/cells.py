@@ -35,12 +35,12 @@ class Scenario:
     """Traffic and clients: what differs from coding agents that give up when they are refused. `about`: for the reader."""
 
     about: str
-    arrivals: Arrivals
-    trace: str = AGENTIC
-    mix: float = 0.0
-    one_turn: bool = False
-    subagents: Subagents = field(default_factory=Subagents)
-    clients: Mapping[str, object] = field(default_factory=dict)
+    arrivals: Arrivals  # rates for INSTANCES instances
+    trace: str = AGENTIC  # file name in the folder of the traces
+    mix: float = 0.0  # share of the sessions that are of CHAT, 0 to below 1
+    one_turn: bool = False  # whether only the first turns of the sessions of CHAT are used
+    subagents: Subagents = field(default_factory=Subagents)  # default: none
+    clients: Mapping[str, object] = field(default_factory=dict)  # fields of SimulationConfig that differ
 
 
 SCENARIOS: Mapping[str, Scenario] = {
@@ -134,11 +134,11 @@ PLAN = (
 class PlannedCell:
     """A cell of the study by its names, and the order of its tier: lower tiers are run first, each for all seeds."""
 
-    scenario: str
-    policy: str
-    admission: str
-    tier: int
-    cell: Cell
+    scenario: str  # key of SCENARIOS
+    policy: str  # name of a policy of the router, with its default settings
+    admission: str  # key of ADMISSIONS
+    tier: int  # index of its line of PLAN, from 0 on
+    cell: Cell  # with all settings, ready to run
 
     @property
     def key(self) -> str:

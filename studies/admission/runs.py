@@ -21,15 +21,15 @@ from studies.stored_trials import append_trial, read_trials
 class AdmissionTrial(msgspec.Struct, frozen=True):
     """A trial: a cell under a seed. `key` is PlannedCell.key, `run_s` the CPU time that the run took."""
 
-    scenario: str
-    policy: str
-    admission: str
-    seed: int
+    scenario: str  # as in PlannedCell
+    policy: str  # as in PlannedCell
+    admission: str  # as in PlannedCell
+    seed: int  # of the sessions' draw and of the simulation
     key: str
-    commit: str
+    commit: str  # of the code that ran it, see git_commit(); empty: unknown
     run_s: float
-    measures: SessionMeasures
-    by_start: list[StartBin]
+    measures: SessionMeasures  # by phase of the session starts, see measure_sessions()
+    by_start: list[StartBin]  # one for each BIN_S of session starts, from 0 on
 
 
 def run_missing(

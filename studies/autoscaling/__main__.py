@@ -63,11 +63,11 @@ class Setup:
     """A workload and its fleet. `rate`: sessions of `shape` that start per second and initial instance. `threshold_s`: the
     backlog that the fleet is scaled on. `thresholds_s`: the thresholds of the sweep."""
 
-    name: str
+    name: str  # begins the names of its figures
     shape: SessionShape
     rate: float
-    instances: int
-    engine: EngineConfig
+    instances: int  # at the start, and the least during the run
+    engine: EngineConfig  # of each instance
     threshold_s: float
     thresholds_s: tuple[float, ...]
 

@@ -56,11 +56,11 @@ class AutoscalerSettings:
     """The settings of an autoscaler with one metric. `target` is in the metric's unit: for the metric itself ("Value"), or for
     the metric divided by the replicas ("AverageValue")."""
 
-    min_replicas: int
-    max_replicas: int
+    min_replicas: int  # 1 or more
+    max_replicas: int  # min_replicas or more
     target: float
-    target_type: TargetType
-    behavior: ScalingBehavior
+    target_type: TargetType  # what `target` is for
+    behavior: ScalingBehavior  # how fast the number of replicas may change, in both directions
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_replicas <= self.max_replicas:

@@ -84,13 +84,13 @@ class ScalingOutcome:
     decided_s: float | None
     doubled_s: float | None
     early: int
-    p90: float
-    worst_p90: float
-    last_p90: float
-    doubled_share: float
-    paid_before: float
-    paid_after: float
-    most_instances: int
+    p90: float  # of all first tokens after the start of the rise
+    worst_p90: float  # highest of the windows of WINDOW_S that end after the start of the rise
+    last_p90: float  # of the first tokens in the last LAST_S
+    doubled_share: float  # share of the windows after the rise's start with a p90 above twice that before, 0 to 1
+    paid_before: float  # from `settle_s` to the start of the rise
+    paid_after: float  # from the start of the rise to the end
+    most_instances: int  # highest number of wanted instances, starting ones included
 
     @property
     def in_time(self) -> bool:

@@ -54,13 +54,13 @@ class DefaultStudySettings(BaseSettings):
 class StoredFigures(msgspec.Struct, frozen=True):
     """A line of the file: a trial's figures. `key`: everything that it depends on, except its seed and the code."""
 
-    cell: str
-    policy: str
-    seed: int
+    cell: str  # DefaultCell.name
+    policy: str  # BASELINE, or the one compared with it
+    seed: int  # of the sessions' draw and of the simulation
     key: str
-    commit: str
-    took_s: float
-    figures: dict[str, float]
+    commit: str  # of the code that ran it, see git_commit(); empty: unknown
+    took_s: float  # elapsed time, s
+    figures: dict[str, float]  # metric -> value, see limits.figures()
 
 
 def run(settings: DefaultStudySettings) -> None:

@@ -131,10 +131,10 @@ class DefaultCell:
     """Traffic at a load, and the fleet that it goes to. `rate`: factor on the rate of session starts. `changes`: fields of
     SimulationConfig. `kv_blocks`, `step_tokens` and `threshold` are of each engine; `slow` multiplies the time of its steps."""
 
-    name: str
-    source: Generated | Recorded | Mixed
+    name: str  # in the table, and for the setting `cells`; not in the key
+    source: Generated | Recorded | Mixed  # called with a seed, returns its requests
     rate: float
-    instances: int = 8
+    instances: int = 8  # of the fleet; fixed during a run
     kv_blocks: int = 31_250
     step_tokens: int = 8_192
     threshold: int = 0

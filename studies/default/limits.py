@@ -37,10 +37,10 @@ PASS, FAIL, OPEN = "pass", "FAIL", "open"
 class Change:
     """The relative change of one metric over `trials` pairs: its geometric mean and its 95 % confidence interval."""
 
-    metric: str
-    mean: float
-    low: float
-    high: float
+    metric: str  # key of LIMITS
+    mean: float  # 0.05: 5 % more than under `unified`; `low` and `high` likewise
+    low: float  # -1 with a single pair
+    high: float  # infinite with a single pair
     trials: int
 
     @property

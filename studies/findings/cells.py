@@ -96,15 +96,15 @@ class Setup:
     the source's first sessions to use (0: all). `trials`: maximum trials of each cell (0: unlimited).
     """
 
-    source: TraceSource
+    source: TraceSource  # a trace file, or generated sessions
     name: str
     sessions: int = 0
     rate: float = 1.0
-    instances: int = 8
-    step_tokens: int = 8_192
+    instances: int = 8  # of the fleet; 2 instead in a quick run
+    step_tokens: int = 8_192  # maximum tokens of an engine's step
     kv: float = 1.0
     trials: int = 0
-    tiers: Tiers = Tiers()
+    tiers: Tiers = Tiers()  # below each engine's own cache; default: none
 
 
 def _sensitivity_case(
@@ -164,13 +164,13 @@ TIER_CASES: Mapping[str, Tiers] = {
 class PlannedCell:
     """A cell of the study: its place in the tables, the cell to run, the name of its `source` and the number of seeds."""
 
-    trace: str
-    load: str
-    threshold: int
-    policy: str
-    cell: Cell
+    trace: str  # REAL, GENERATED or CHAT, or key of SENSITIVITY_CASES or TIER_CASES
+    load: str  # key of LOADS
+    threshold: int  # long_prefill_token_threshold of the engines, tokens; 0: none
+    policy: str  # name of a policy, bound, variant or ablation
+    cell: Cell  # with all settings, ready to run
     source: str
-    trials: int
+    trials: int  # number of seeds, the first ones of the study
 
     @property
     def tier(self) -> int:

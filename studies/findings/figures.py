@@ -20,14 +20,14 @@ TTFT = "ttft_p90_s"
 class StoredTrial(msgspec.Struct, frozen=True):
     """A trial of the study. `cell` is PlannedCell.key: everything that the trial depends on, except its seed."""
 
-    trace: str
-    load: str
-    threshold: int
-    policy: str
-    seed: int
+    trace: str  # as in PlannedCell
+    load: str  # as in PlannedCell
+    threshold: int  # as in PlannedCell
+    policy: str  # as in PlannedCell
+    seed: int  # of the sessions' draw and of the simulation
     cell: str
-    commit: str
-    measures: Measures
+    commit: str  # of the code that ran it, see git_commit(); empty: unknown
+    measures: Measures  # by group of requests; ALL is what the document uses
 
 
 @dataclass(frozen=True)

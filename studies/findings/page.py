@@ -120,12 +120,12 @@ class Standing:
     """A row of the table of `OURS`: its place, the cell on common draws, the goal of the closed gap and the goals that are not
     met."""
 
-    place: TableKey
-    cell: Cell
-    best: str
-    closed: float
-    goal: float | None
-    unmet: Sequence[str]
+    place: TableKey  # the row's trace, load and threshold
+    cell: Cell  # only the seeds that `OURS`, `BASE` and the floor have all run
+    best: str  # the other policy with the lowest TTFT p90, by its ratio to that of `OURS`
+    closed: float  # share of the TTFT p90 gap from `BASE` to the floor that `OURS` closes; below 0 if it is worse
+    goal: float | None  # the least `closed` wanted; None: none under SLOW and OVERLOADED
+    unmet: Sequence[str]  # names: LOWEST, CLOSED, or a latency as in tables
 
     @property
     def meets_ttft(self) -> bool:

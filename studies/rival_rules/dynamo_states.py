@@ -40,10 +40,10 @@ class Open:
 class Worker:
     """What one worker has: its open requests, and the prompts whose blocks it keeps, oldest first. `seq`: of its next event."""
 
-    number: int
-    events: Any
-    open: list[Open] = field(default_factory=list)
-    kept: list[list[int]] = field(default_factory=list)
+    number: int  # Dynamo's worker_id, one of WORKERS
+    events: Any  # the ZMQ socket (PUB) of its KV events, which the core reads
+    open: list[Open] = field(default_factory=list)  # at most MOST_OPEN
+    kept: list[list[int]] = field(default_factory=list)  # token ids, whole blocks of each prompt
     seq: int = 0
 
     def publish(self, event: list[Any]) -> None:

@@ -33,11 +33,11 @@ Program = Callable[[list[ServerProcess]], contextlib.AbstractAsyncContextManager
 class HeldEngine:
     """An engine that holds each answer. `texts`: prompts that it was sent. `ends`: by the requests' texts, what ends them."""
 
-    name: str
-    arrivals: asyncio.Queue[tuple[str, str]]
+    name: str  # as in the states: w0, w1, ...
+    arrivals: asyncio.Queue[tuple[str, str]]  # (engine's name, prompt) of each request at any of the engines
     texts: list[str] = field(default_factory=list)
     ends: dict[str, asyncio.Event] = field(default_factory=dict)
-    port: int = 0
+    port: int = 0  # 0 until it serves
 
     @contextlib.asynccontextmanager
     async def serve(self) -> AsyncIterator[ServerProcess]:

@@ -26,9 +26,9 @@ class Cell:
     """One comparison. `engines`: EMULATED or VLLM, `count` of them, emulated ones `speedup` times as fast as the modelled engine.
     `client`: who sends. `everyone`: all routers, or SHORT_OWN and the best rivals of the cells before."""
 
-    name: str
-    title: str
-    load: Load
+    name: str  # in stored trials
+    title: str  # on the page, begins in lower case
+    load: Load  # the sessions that are sent, drawn anew for each round
     engines: str = EMULATED
     count: int = 4
     speedup: float = 5.0
@@ -56,13 +56,13 @@ RANKING = ("agentic", "agentic-high", "agentic-burst")
 class StoredTrial(msgspec.Struct, kw_only=True):
     """One trial in the file, or that a router could not run: `problem` is then why, and there are no measures."""
 
-    cell: str
-    contender: str
-    version: str
-    round: int
-    source: str = ""
-    command: str = ""
-    measures: Measures | None = None
+    cell: str  # Cell.name
+    contender: str  # Contender.name
+    version: str  # of the router; of Pointsman the commit, 12 characters; empty: unknown
+    round: int  # number from 1 on; its draw is the same for all contenders
+    source: str = ""  # name of the trace file, or "generated"; empty with a problem
+    command: str = ""  # the router's command lines, with placeholders for addresses; empty with a problem
+    measures: Measures | None = None  # None with a problem
     problem: str = ""
 
 

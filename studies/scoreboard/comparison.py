@@ -19,7 +19,7 @@ from studies.scoreboard.measures import Measures
 class Column:
     """A measure as the page shows it: `value` x `factor` in `unit`. `digits`: decimals. The lower the better, unless `higher`."""
 
-    name: str
+    name: str  # heading in tables
     unit: str
     value: Callable[[Measures], float | None]
     factor: float = 1.0

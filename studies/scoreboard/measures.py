@@ -22,21 +22,21 @@ class Measures(msgspec.Struct, kw_only=True):
     of the machine's cores that was idle; the lower, the more the programs disturbed each other.
     """
 
-    requests: int
-    failed: int
-    errors: dict[str, int]
-    sessions: int
-    span_s: float
-    ttft_s: dict[str, float] | None
-    tpot_s: dict[str, float] | None
-    e2e_s: dict[str, float] | None
+    requests: int  # all of the draw, answered in time or not
+    failed: int  # without a complete answer
+    errors: dict[str, int]  # HTTP status, or the error's text up to a colon -> number of failed requests
+    sessions: int  # of all requests, answered or not
+    span_s: float  # from the first request until the counts after the last one are read
+    ttft_s: dict[str, float] | None  # of complete answers; see percentiles() for the keys
+    tpot_s: dict[str, float] | None  # of complete answers
+    e2e_s: dict[str, float] | None  # of complete answers
     session_s: dict[str, float] | None
-    output_tokens: int
+    output_tokens: int  # sum over complete answers
     hit_ratio: float | None
     cpu_ms: dict[str, float]
     beside_cpu_ms: float
-    engines_cpu_s: float
-    rss_mb: float
+    engines_cpu_s: float  # CPU time of all engines' processes in the trial
+    rss_mb: float  # resident memory of the router's processes at the end, MB (10^6 bytes)
     idle: float
 
     @property

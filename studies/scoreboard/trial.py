@@ -22,8 +22,8 @@ Send = Callable[[str], list[RequestRecord]]
 class Meter:
     """CPU time of a router's processes and the engines' own counts over the time between start() and read()."""
 
-    router: RunningRouter
-    fleet: Fleet
+    router: RunningRouter  # whose processes are looked up at start()
+    fleet: Fleet  # the engines behind it
     _pids: Mapping[str, list[int]] = field(default_factory=dict)
     _beside: Mapping[str, list[int]] = field(default_factory=dict)
     _before: Mapping[str, float] = field(default_factory=dict)
