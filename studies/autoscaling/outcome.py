@@ -62,11 +62,6 @@ class TtftWindows:
         """Return the highest p90 of the windows that end between these times (s), in s."""
         return max(self.p90(now - WINDOW_S, now) for now in self._grid(since, until))
 
-    def exceeded_share(self, limit_s: float, since: float, until: float) -> float:
-        """Return the share of the windows that end between these times (s) whose p90 is above `limit_s`, 0 to 1."""
-        grid = self._grid(since, until)
-        return sum(self.p90(now - WINDOW_S, now) > limit_s for now in grid) / len(grid)
-
     @staticmethod
     def _grid(since: float, until: float) -> Sequence[float]:
         return [since + number * GRID_S for number in range(int((until - since) / GRID_S) + 1)]
@@ -87,7 +82,6 @@ class ScalingOutcome:
     p90: float  # of all first tokens after the start of the rise
     worst_p90: float  # highest of the windows of WINDOW_S that end after the start of the rise
     last_p90: float  # of the first tokens in the last LAST_S
-    doubled_share: float  # share of the windows after the rise's start with a p90 above twice that before, 0 to 1
     paid_before: float  # from `settle_s` to the start of the rise
     paid_after: float  # from the start of the rise to the end
     most_instances: int  # highest number of wanted instances, starting ones included
@@ -119,7 +113,6 @@ def outcome_of(
         p90=windows.p90(rise_at, end) / p90_before_s,
         worst_p90=windows.worst_p90(rise_at, end) / p90_before_s,
         last_p90=windows.p90(end - LAST_S, end) / p90_before_s,
-        doubled_share=windows.exceeded_share(2 * p90_before_s, rise_at, end),
         paid_before=paid(settle_s, rise_at),
         paid_after=paid(rise_at, end),
         most_instances=max(sync.after for sync in simulator.syncs),

@@ -25,7 +25,7 @@ class Measures(msgspec.Struct, kw_only=True):
     requests: int  # all of the draw, answered in time or not
     failed: int  # without a complete answer
     errors: dict[str, int]  # HTTP status, or the error's text up to a colon -> number of failed requests
-    sessions: int  # of all requests, answered or not
+    sessions: int  # of all requests, answered or not, whose session is known
     span_s: float  # from the first request until the counts after the last one are read
     ttft_s: dict[str, float] | None  # of complete answers; see percentiles() for the keys
     tpot_s: dict[str, float] | None  # of complete answers
@@ -61,7 +61,7 @@ def measure(records: Sequence[RequestRecord], counted: Mapping[str, Any], span_s
         requests=len(records),
         failed=len(records) - len(good),
         errors=dict(errors),
-        sessions=len(by_session),
+        sessions=sum(bool(session) for session in by_session),
         span_s=span_s,
         ttft_s=percentiles([record.ttft_s for record in good if record.ttft_s is not None]),
         tpot_s=percentiles([value for record in good if (value := record.tpot_s) is not None]),

@@ -50,7 +50,7 @@ class RequestBreakdown(RequestTiming, kw_only=True):
     input_tokens: int = 0  # of the prompt, as counted for the placement
     predicted_cached_tokens: int = 0  # prompt tokens that were predicted to be cached on the chosen instance
     prompt_tokens: int | None = None  # as the engine counted them and the gateway reported; None: not reported
-    cached_tokens: int | None = None  # the same, with what the request's own earlier steps computed
+    cached_tokens: int | None = None  # the same, without what the request's own earlier steps computed
     output_tokens: int | None = None  # as prompt_tokens
 
 
@@ -115,7 +115,7 @@ def _of_decision(record: RequestRecord, decision: fleet_pb2.Decision) -> Request
         input_tokens=decision.input_tokens,
         predicted_cached_tokens=decision.cached_tokens,
         prompt_tokens=done.prompt_tokens if done.HasField("prompt_tokens") else None,
-        cached_tokens=done.cached_tokens if done.HasField("cached_tokens") else None,
+        cached_tokens=done.cached_tokens - done.own_cached_tokens if done.HasField("cached_tokens") else None,
         output_tokens=done.output_tokens if done.HasField("output_tokens") else None,
     )
     if decision.HasField("finished"):

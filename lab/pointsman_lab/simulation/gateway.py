@@ -425,8 +425,10 @@ class SimulatedGateway:
                 record.ttft_s = now - record.t_send
                 cached = event.cached_tokens + event.host_tokens + event.storage_tokens
                 running.own_cached = running.own_prefills.among(step.target.instance_id, cached)
-                record.cached_tokens = cached - running.own_cached
-                record.host_tokens, record.storage_tokens = event.host_tokens, event.storage_tokens
+                # A prompt's own tokens are the last of those found; lower tiers have what follows on the GPU's.
+                record.cached_tokens = hits = cached - running.own_cached
+                record.host_tokens = min(event.host_tokens, max(hits - event.cached_tokens, 0))
+                record.storage_tokens = max(hits - event.cached_tokens - event.host_tokens, 0)
                 self._handle(running, ge.ResponseStarted(), now)
         else:
             running.upstream = "", ""

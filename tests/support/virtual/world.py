@@ -126,7 +126,7 @@ class GatewayNode:
         self._shared = SharedContext(
             router=client,
             upstream=up,
-            bootstraps=EngineIdCache(up),
+            engine_ids=EngineIdCache(up),
             releases=KvReleases(up, lambda _: None),
             pools=pools,
             telemetry=GatewayMetrics(TokenCache(1 << 20)),

@@ -40,6 +40,13 @@ def test_the_routers_timings_become_moments() -> None:
     assert row.t_prefill_sent is row.t_prefill_done is None
 
 
+def test_what_earlier_steps_computed_is_no_cache_hit() -> None:
+    decision = decided("d-1", 1_000.2)
+    decision.finished.cached_tokens, decision.finished.own_cached_tokens = 960, 640
+    (row,) = break_down(RECORDS[:1], {"d-1": decision}, {})
+    assert row.cached_tokens == 320
+
+
 def test_the_gateways_log_knows_more_and_decisions_that_are_gone_have_no_row() -> None:
     line = {"t_recv": 50.0, "t_placed": 50.3, "t_prefill_sent": 50.3, "t_prefill_done": 50.7, "fallback": "late"}
     decisions = {"d-1": decided("d-1", 1_000.2), "d-3": decided("d-3", 2_000.2)}

@@ -257,6 +257,15 @@ def test_small_requests_get_in_between_slices() -> None:
     assert whole["b"].ttft_s == pytest.approx(4 * 1.64 + 1.63 + 1.0 - 0.5)
 
 
+def test_what_a_slice_computed_is_no_hit_of_host_memory_either() -> None:
+    engine = EngineConfig(kv_blocks=20, host_blocks=100, max_num_batched_tokens=64, max_model_len=300)
+    # The small prompts move the slice's blocks into host memory before the rest of a's prompt finds them there.
+    small = [ask(f"b{number}", 1, 0.5, [9 + number], 64, output=1) for number in range(5)]
+    turns = [ask("a", 1, 0.0, [1, 2, 3, 4], 256), *small]
+    (*_, sliced) = simulate(turns, instances=1, policy=Sliced(), profile=PLAIN, engine=engine)
+    assert (sliced.session, sliced.cached_tokens, sliced.host_tokens) == ("a", 0, 0)
+
+
 @pytest.mark.parametrize(("layerwise", "transfer_s"), [(False, 0.25 + 1.0), (True, 0.25)])
 def test_kv_passes_to_another_instance(layerwise: bool, transfer_s: float) -> None:
     [record] = simulate(

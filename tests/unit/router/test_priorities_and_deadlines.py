@@ -101,7 +101,7 @@ def test_who_cannot_have_its_first_token_in_time_is_refused_instead_of_placed() 
     router = learned("ab", limit=5)
     [refused] = ask(router, "r", tokens=64_000, keys=KEYS, ttft_deadline_s=LEAST_S - 0.1)
     assert isinstance(refused, ev.Refused)
-    assert (refused.code, refused.retry_after_s) == ("DEADLINE_EXCEEDED", None)
+    assert (refused.code, refused.retry_after_s, refused.pool) == ("DEADLINE_EXCEEDED", None, "m")
     assert f"needed within {LEAST_S - 0.1:.2f} s, but its prefill takes at least {LEAST_S:.2f} s" in refused.message
     assert len(router.reservations) == 2
     [placed] = ask(router, "q", tokens=64_000, keys=KEYS, ttft_deadline_s=LEAST_S + 0.1)

@@ -673,7 +673,9 @@ def test_a_new_owner_knows_whose_model_a_recovered_request_is_for() -> None:
 def test_a_request_whose_gateway_waits_no_longer_is_not_placed(left_s: float) -> None:
     router = state()
     join(router, "a", 1)
-    assert refusal(place(router, request("r", tokens=100, deadline_s=left_s))) == "DEADLINE_EXCEEDED"
+    refused = place(router, request("r", tokens=100, deadline_s=left_s))
+    assert isinstance(refused, ev.Refused)
+    assert (refused.code, refused.pool) == ("DEADLINE_EXCEEDED", "m")
     assert len(router.reservations) == 0
     assert isinstance(place(router, request("r", tokens=100, deadline_s=0.001)), ev.Placed)
     assert isinstance(place(router, request("r", tokens=100, deadline_s=left_s)), ev.Placed), "it is placed already"

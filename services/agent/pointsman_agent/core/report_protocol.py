@@ -21,7 +21,8 @@ class ProtocolError(Exception):
 class ReportProtocol:
     """The messages of one stream from Hello on. Pass input to `received` and `load`; call `next_message` until it returns None.
 
-    `consistency_check_interval_s` is the time between two consistency checks, `report_interval_s` the time between two loads.
+    `consistency_check_interval_s` is the time between two consistency checks, `report_interval_s` what Hello tells as the time
+    between two loads.
     """
 
     def __init__(

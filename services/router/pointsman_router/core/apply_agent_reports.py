@@ -38,7 +38,7 @@ SILENT_INTERVALS, MIN_SILENCE_S = 3, 5.0
 
 def load_interval_s(instances: int) -> float:
     """Return the minimum interval between two loads of each of so many instances, s; 0 without a limit. The interval doubles, so
-    that agents are rarely get another one."""
+    that agents rarely get another one."""
     interval = _interval_s(instances, MAX_LOADS_PER_S, MIN_LOAD_INTERVAL_S, MAX_LOAD_INTERVAL_S)
     return interval if interval > MIN_LOAD_INTERVAL_S else 0.0
 

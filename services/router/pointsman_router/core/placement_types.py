@@ -535,12 +535,7 @@ class PolicyRef(msgspec.Struct, frozen=True, gc=False):
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
-    """A placement with everything it was decided on; deciding again on `request` and `view` has the same result.
-
-    `notes`: other influences on the placement, as words (`owner_draining`, `hold_expired`, ...). `previous_id`: the id of the
-    decision on the previous part of the request's prompt; empty for the first. `kv_load`: that of the instance with
-    `cached_tokens`.
-    """
+    """A placement with everything it was decided on; deciding again on `request` and `view` has the same result."""
 
     decision_id: str  # ROUTER_ID[.SEED]-NUMBER, from which its randomness follows; dry-run if made by `explain`
     request: PlacementRequest

@@ -113,7 +113,7 @@ class RemotePrefill:
     def __init__(
         self,
         upstream: Upstream,
-        bootstraps: EngineIdCache,
+        engine_ids: EngineIdCache,
         releases: KvReleases,
         call: ApiCall,
         obstacle: str,
@@ -125,7 +125,7 @@ class RemotePrefill:
         `headers_of` returns the headers of a step's requests, `pool` the instances of the model.
         """
         self._upstream = upstream
-        self._bootstraps = bootstraps
+        self._engine_ids = engine_ids
         self._releases = releases
         self._pool = pool
         self._call = call
@@ -190,7 +190,7 @@ class RemotePrefill:
     def failed(self) -> None:
         """Handle the failure of a transfer's step: drop P's engine id, which may be of an earlier start, and release P's KV."""
         if self._source is not None:
-            self._bootstraps.forget(self._source)
+            self._engine_ids.forget(self._source)
         self.attempt_ended()
 
     def attempt_ended(self) -> None:
@@ -212,7 +212,7 @@ class RemotePrefill:
         """Return the parameters that the two requests of one transfer share, whichever calls first. Raises TransferError."""
         async with self._agreeing:
             if self._agreed is None or (self._agreed.attempt_id, self._agreed.source) != (attempt_id, source):
-                engine_id = await self._bootstraps.engine_id(source)
+                engine_id = await self._engine_ids.engine_id(source)
                 self._agreed = _Agreed(attempt_id, source, secrets.token_hex(16), engine_id)
             return self._agreed
 

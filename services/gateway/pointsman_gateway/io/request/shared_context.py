@@ -22,7 +22,7 @@ class SharedContext:
 
     router: RouterClient  # client of all routers
     upstream: Upstream  # client of all engines
-    bootstraps: EngineIdCache  # engine ids from the bootstrap servers of KV sources
+    engine_ids: EngineIdCache  # engine ids from the bootstrap servers of KV sources
     releases: KvReleases  # frees KV of transfers that will not happen
     pools: ModelPools  # by model, with tokenizers and their checks
     telemetry: GatewayMetrics  # of this process

@@ -87,7 +87,7 @@ class EngineSteps:
         self._held = request.held_answer
         self._remote_prefill = RemotePrefill(
             shared.upstream,
-            shared.bootstraps,
+            shared.engine_ids,
             shared.releases,
             context.call,
             context.transfer_obstacle,

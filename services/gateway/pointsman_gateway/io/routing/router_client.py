@@ -85,7 +85,7 @@ class _Request:
     began: bool = False  # its first byte was reported
     asked_at: float | None = None  # monotonic s of its first submission; None: not submitted
     generated: Callable[[], int] | None = None  # returns the attempt's tokens so far; None: no answer has begun
-    told_generated: int = 0  # what `generated` returned when progress() last saw it grow, or the gateway not wait
+    seen_generated: int = 0  # what `generated` returned when progress() last saw it grow, or the gateway not wait
     waits: Callable[[], bool] | None = None  # returns whether the engine's next bytes are waited for
     progressed_at: float = 0.0  # when `generated` was last seen to grow, or the gateway not to wait, monotonic s
     placed_at: float = 0.0  # monotonic s of the last placed step; 0: none
@@ -96,9 +96,9 @@ class _Request:
         """Return whether the answer has progressed since the last call, and whether it has stood still for long. Mutates."""
         if self.generated is None or self.waits is None:
             return False, False
-        progressed = (count := self.generated()) != self.told_generated
+        progressed = (count := self.generated()) != self.seen_generated
         if progressed or not self.waits():
-            self.told_generated, self.progressed_at = count, now
+            self.seen_generated, self.progressed_at = count, now
         return progressed, STALLED_S <= now - self.progressed_at < STALL_TOLD_S
 
     @property

@@ -75,7 +75,7 @@ class PoolBacklogs:
 
         Engines compute prompts in order of arrival, so a new request waits for all that is placed, whatever its class.
         The router's queue is shortest first, so there it waits for its own class and lighter ones. HEAVY is therefore the whole
-        backlog of the pool, and LIGHT <= MEDIUM <= HEAVY. A request's class is by what is left of it now (types.route_class).
+        backlog of the pool, and LIGHT <= MEDIUM <= HEAVY. A request's class is by what is left of it now.
         Not included: ageing, priorities and tenants in the queue, decodes, and waits for KV memory.
 
         Before the first observed prefill the curve is the default one, as for policies. A pool without a placeable instance is

@@ -210,7 +210,8 @@ class GatewayEvents:
             why = f"the request {request_id!r} has ended; a new request needs a new id"
             return ev.Refused(request_id, "ABORTED", why, pool=state.pool)
         if request.deadline_s is not None and request.deadline_s <= 0:
-            return ev.Refused(request_id, "DEADLINE_EXCEEDED", "its gateway's deadline for the first step has passed")
+            why, pool = "its gateway's deadline for the first step has passed", self.instances.pool_of(request.model)
+            return ev.Refused(request_id, "DEADLINE_EXCEEDED", why, pool=pool)
         return None
 
     def _is_another(self, request: PlacementRequest, state: RequestState) -> bool:

@@ -208,8 +208,9 @@ class HeldRequests:
         if request.ttft_deadline_s is None or isinstance(verdict, ev.Refused):
             return None
         least_s = least_prefill_s(request, verdict.pool, verdict.view, self._curve_samples)
-        why = lateness(request.ttft_deadline_s, least_s)
-        return ev.Refused(request.request_id, "DEADLINE_EXCEEDED", why, gateway_id=gateway_id) if why else None
+        if not (why := lateness(request.ttft_deadline_s, least_s)):
+            return None
+        return ev.Refused(request.request_id, "DEADLINE_EXCEEDED", why, gateway_id=gateway_id, pool=verdict.pool)
 
     def _has_to_queue(self, decision: Decision) -> bool:
         """Return whether a placeable request must queue behind held ones. It must if others wait for room on an instance of its
