@@ -148,7 +148,7 @@ class Chat:
                     known[1] += call.function.arguments or ""
         return Turn(tuple((name, arguments) for name, arguments in parts.values()), text, stop)
 
-    def told(self, turn: Turn, number: int) -> Messages:
+    def blocks(self, turn: Turn, number: int) -> Messages:
         """Return the messages that an answer and its calls' results add to the conversation."""
         calls = [
             {"id": f"call_{number}_{at}", "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -181,7 +181,7 @@ class Anthropic:
         text = "".join(block.text for block in answer.content if block.type == "text")
         return Turn(calls, text, answer.stop_reason or "")
 
-    def told(self, turn: Turn, number: int) -> Messages:
+    def blocks(self, turn: Turn, number: int) -> Messages:
         """As Chat.told."""
         called: Messages = [{"type": "text", "text": turn.text}] if turn.text.strip() else []
         results = []
@@ -228,18 +228,18 @@ class Responses:
                     stop = event.type
         return Turn(tuple((name, parts[at]) for at, name in names.items()), text, stop)
 
-    def told(self, turn: Turn, number: int) -> Messages:
+    def blocks(self, turn: Turn, number: int) -> Messages:
         """As Chat.told."""
-        told: Messages = [{"role": "assistant", "content": turn.text}] if turn.text else []
+        blocks: Messages = [{"role": "assistant", "content": turn.text}] if turn.text else []
         for at, (name, arguments) in enumerate(turn.calls):
-            told.append(
+            blocks.append(
                 {"type": "function_call", "call_id": f"call_{number}_{at}", "name": name, "arguments": arguments}
             )
-        told += [
+        blocks += [
             {"type": "function_call_output", "call_id": f"call_{number}_{at}", "output": f"result {number}"}
             for at in range(len(turn.calls))
         ]
-        return told
+        return blocks
 
 
 Api = Chat | Anthropic | Responses
@@ -278,7 +278,7 @@ async def loop(direct: Api, through: Api, rng: random.Random, name: str) -> Coun
         found["otherwise"] += one[1:] != other[1:]
         if one != other:
             print(f"{name}, turn {number}:\n  {one}\n  {other}", file=sys.stderr)
-        messages += direct.told(one, number)
+        messages += direct.blocks(one, number)
     return found
 
 

@@ -120,10 +120,10 @@ def test_operators_commands_find_the_fleet_from_the_routers_container(whole: Pro
 def test_a_stop_lets_the_streams_end(whole: Project, service: str) -> None:
     with load(whole.host, URL, whole.key) as streams:
         streams.answers(4)
-        told = len(whole.logs("gateway"))
+        seen_lines = len(whole.logs("gateway"))
         whole.compose("stop", service)
         assert whole.inspect(service)["State"]["ExitCode"] == 0
-        warned = [line for line in whole.logs("gateway")[told:] if json.loads(line)["level"] != "info"]
+        warned = [line for line in whole.logs("gateway")[seen_lines:] if json.loads(line)["level"] != "info"]
         whole.compose("start", service)
         streams.answers(8)
     assert not streams.failed

@@ -65,5 +65,5 @@ def test_operators_commands_work_in_the_routers_container(up: Project) -> None:
 def test_redis_speaks_nothing_but_tls(up: Project) -> None:
     tried = up.compose("exec", "redis", "redis-cli", "-e", "ping", check=False)
     assert "PONG" not in tried
-    told = up.compose("exec", "redis", "redis-cli", "-e", "--tls", "--cacert", "/run/tls/ca.pem", "ping")
-    assert told == "PONG\n"
+    pong = up.compose("exec", "redis", "redis-cli", "-e", "--tls", "--cacert", "/run/tls/ca.pem", "ping")
+    assert pong == "PONG\n"

@@ -75,9 +75,9 @@ def _difference(case: Case, own: Reply, through: Reply) -> str:
     if own.status != through.status:
         return _said(case, own, through)
     if own.status >= 400:
-        told = through.json()
-        told.pop("request_id", None)  # the gateway's own addition to Anthropic's errors
-        same = json.loads(redact_error(error_format_of(case.path), own.status, own.body)) == told
+        relayed = through.json()
+        relayed.pop("request_id", None)  # the gateway's own addition to Anthropic's errors
+        same = json.loads(redact_error(error_format_of(case.path), own.status, own.body)) == relayed
         # An error of the gateway's own (`case.own`) may differ from the engine's; an error that it passes on does not.
         return "" if same or case.own else _said(case, own, through)
     if case.streamed != own.text.startswith(("data:", "event:")) or case.own:

@@ -39,11 +39,11 @@ async def test_an_engine_that_never_answered_is_counted_until_it_does(
         agent = RunningAgent([engine.url, absent], [router], tmp_path)
         try:
 
-            async def told() -> bool:
+            async def reported() -> bool:
                 answer = await listed(client)
                 return len(answer.instances) == 1 and [engine.url for engine in answer.absent_engines] == [absent]
 
-            await eventually(told, "one of two")
+            await eventually(reported, "one of two")
             [one] = (await listed(client)).absent_engines
             assert (one.instance_id, one.problem) == (f"127.0.0.1:{missing.port}", "connection refused")
             assert not (await listed(client, model=engine.model)).absent_engines

@@ -40,14 +40,14 @@ DONE = "All is done."
 @dataclass(frozen=True)
 class Session:
     """A program's tool for commands, its API, the context of its model, and how it tells in what it prints or keeps that it has
-    compacted. `told`: the context that it is told. `finds`: whether it sees the overflow itself."""
+    compacted. `reported`: the context that it is told. `finds`: whether it sees the overflow itself."""
 
     program: Program
     tool: str
     arguments: dict[str, object]
     path: str
     context: int
-    told: int
+    reported: int
     finds: bool
     compacted: Callable[[Path], bool]
 
@@ -111,7 +111,7 @@ async def test_a_session_that_grows_past_the_context_is_compacted_and_goes_on(se
     try:
         async with gateway_before(Peers(router, []), usage_file=usage, api_keys_file=keys) as (gateway, url):
             await until_ready(gateway)
-            server = Server(url, "sk-agent", MODEL, session.told)
+            server = Server(url, "sk-agent", MODEL, session.reported)
             ended = await run(session.program, folder, server, TASK, within_s=200, enough=lambda: False)
     finally:
         await router.stop()

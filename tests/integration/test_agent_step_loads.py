@@ -190,11 +190,11 @@ async def test_step_loads_that_end_while_the_engine_generates_are_told(
         await eventually(lambda: loads[-1].running == 0, "a load from /metrics")
         assert not any(sent.problem for sent in loads), "an idle engine has no steps"
 
-        def told() -> bool:
+        def router_knows() -> bool:
             engine.generation_tokens += 1
             return bool(loads[-1].problem)
 
-        await eventually(told, "that the step loads have ended")
+        await eventually(router_knows, "that the step loads have ended")
         assert loads[-1].problem == "the engine's step loads have ended: its load is read from /metrics"
         assert loads[-1].healthy
 

@@ -206,8 +206,8 @@ async def test_errors_take_the_form_of_the_api(up: Stack) -> None:
     for path, method in (("/v1/messages", "GET"), ("/v1/messages/batches", "POST")):
         async with aiohttp.ClientSession() as http, http.request(method, up.url + path, json={}) as answer:
             assert answer.status in (404, 405)
-            told = await answer.json()
-            assert (told["type"], told["request_id"]) == ("error", answer.headers["request-id"])
+            found = await answer.json()
+            assert (found["type"], found["request_id"]) == ("error", answer.headers["request-id"])
 
 
 async def test_an_engines_own_refusal_takes_the_form_too(up: Stack) -> None:

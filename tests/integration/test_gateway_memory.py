@@ -206,25 +206,25 @@ async def test_a_keys_requests_leave_connections_to_other_keys(tmp_path: Path) -
     keys = tmp_path / "keys"
     keys.write_text("red:k1\nblue:k2\n")
     async with stack(tmp_path, api_keys_file=keys, max_connections=8) as up:
-        url, told = f"{up.url}/v1/chat/completions", ({"Authorization": "Bearer k1"}, {"Authorization": "Bearer k2"})
+        url, keyed = f"{up.url}/v1/chat/completions", ({"Authorization": "Bearer k1"}, {"Authorization": "Bearer k2"})
         for engine in up.engines:
             engine.mode = "hang"
         async with aiohttp.ClientSession() as http, aiohttp.ClientSession() as other:
-            waiting = [asyncio.create_task(http.post(url, json=CHAT, headers=told[0])) for _ in range(6)]
+            waiting = [asyncio.create_task(http.post(url, json=CHAT, headers=keyed[0])) for _ in range(6)]
             await eventually(lambda: sum(len(engine.requests) for engine in up.engines) == 6)
             for engine in up.engines:
                 engine.mode = "ok"
-            async with http.post(url, json=CHAT, headers=told[0]) as refused:
+            async with http.post(url, json=CHAT, headers=keyed[0]) as refused:
                 assert refused.status == 503
                 assert refused.headers["Retry-After"] == "1"
                 assert (await refused.json())["error"]["code"] == "too_many_connections"
-            async with other.post(url, json=CHAT, headers=told[1]) as taken:
+            async with other.post(url, json=CHAT, headers=keyed[1]) as taken:
                 assert (await taken.read()).endswith(b"[DONE]\n\n")
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
             await eventually(lambda: not any(engine.open for engine in up.engines))
             for _ in range(9):
-                async with http.post(url, json=CHAT, headers=told[0]) as taken:
+                async with http.post(url, json=CHAT, headers=keyed[0]) as taken:
                     assert (await taken.read()).endswith(b"[DONE]\n\n")
-            assert (await http.get(f"{up.url}/v1/models", headers=told[0])).status == 200
+            assert (await http.get(f"{up.url}/v1/models", headers=keyed[0])).status == 200

@@ -174,12 +174,12 @@ async def test_an_engines_error_after_a_ping_is_raised_by_the_vendors_clients(
             engine.gate.clear()
         written.clear()
         async with client_of(up, kind) as client:
-            told = asyncio.create_task(first_text(client, kind))
+            described = asyncio.create_task(first_text(client, kind))
             await eventually(lambda: engines[0].open and PINGS.get(kind, COMMENT) in written)
             for engine in engines:
                 engine.gate.set()
             with pytest.raises((openai.APIError, anthropic.APIStatusError)) as raised:
-                await told
+                await described
         if kind is Endpoint.MESSAGES:
             error = json.loads(event.removeprefix("event: error\ndata: "))["error"]
             assert error["type"] == {400: "invalid_request_error", 500: "api_error"}[status]
@@ -234,8 +234,8 @@ async def test_a_router_that_refuses_after_a_ping_is_told_in_each_form(
                     assert data == {"type": "error", "error": {"type": anthropics, "message": "full"}}
                 case Endpoint.RESPONSES:
                     assert event.startswith("event: error\n")
-                    told = {"code": name, "message": "full", "param": None, "sequence_number": 0}
-                    assert data == {"type": "error"} | told
+                    described = {"code": name, "message": "full", "param": None, "sequence_number": 0}
+                    assert data == {"type": "error"} | described
                 case _:
                     assert data == {"error": {"message": "full", "type": type_, "param": None, "code": name}}
         await eventually(lambda: len(bill.read_text().splitlines()) == len(STREAMED))

@@ -91,9 +91,9 @@ async def test_a_prompts_own_slices_are_no_cache_hits(up: Stack, path: str, warm
         if stream
         else [json.loads(text)]
     )
-    told = [cached for cached in map(cached_in, answers) if cached is not None]
-    assert told
-    assert set(told) == {warm}
+    counted = [cached for cached in map(cached_in, answers) if cached is not None]
+    assert counted
+    assert set(counted) == {warm}
     [finished] = up.router.finished
     assert (finished.cached_tokens, finished.own_cached_tokens) == (256, 256 - warm)
     async with aiohttp.ClientSession() as http, http.get(f"{up.url}/metrics") as page:

@@ -59,8 +59,8 @@ async def test_a_failover_is_followed_and_only_one_router_places(tmp_path: Path,
                     await pair.command(1 - pair.master, "CLIENT", "KILL", "TYPE", "normal")
                 await asyncio.sleep(1.5)  # longer than a lease
                 await eventually(lambda: not fleet.degraded(), "no router is degraded", RETURN_S - 1.5)
-                told = {line["server"] for line in logs if "server" in line}
-            assert told == {link.address for link in fleet.links.values()}, "each router tells of its new server"
+                named = {line["server"] for line in logs if "server" in line}
+            assert named == {link.address for link in fleet.links.values()}, "each router tells of its new server"
             owner = await fleet.owner()
             assert await pair.command(pair.master, "HGET", "pointsman:{default:m}:lease", "id") == owner
         fleet.check_epochs()
@@ -159,10 +159,10 @@ async def test_a_failover_by_sentinel_is_followed_over_tls_by_users_with_few_per
 
                         stores: list[Any] = [server.router.store for server in fleet.routers.values()]
 
-                        def told() -> bool:
+                        def named() -> bool:
                             return all(store._server.startswith(f"{host}:{pair.ports[1]}") for store in stores)
 
-                        await eventually(told, "each router tells of its new server")
+                        await eventually(named, "each router tells of its new server")
                     fleet.check_epochs()
                     owner = await fleet.owner()
                     assert await pair.command(1, "HGET", "pointsman:{default:m}:lease", "id") == owner

@@ -129,8 +129,8 @@ async def test_a_rolling_change_of_type_and_context_loses_and_mixes_nothing(tmp_
 
             await eventually(back, "the new engine is ready", 60)
             if done < len(ports):
-                told = {name: list(status.differences) for name, status in (await listed()).items()}
-                assert any("dtype" in word for words in told.values() for word in words), told
+                differing = {name: list(status.differences) for name, status in (await listed()).items()}
+                assert any("dtype" in word for words in differing.values() for word in words), differing
             # From the first larger context on, the pool takes longer prompts.
             await eventually(healthy, "exact tokens", 60)
             assert await load.text(url, LONG)

@@ -326,8 +326,8 @@ async def test_a_new_kind_of_error_of_redis_is_logged_while_the_router_is_degrad
                     await store._failed(redis.exceptions.ConnectionError(error))
                 for error in ("NOREPLICAS", "NOREPLICAS"):
                     await store._failed(redis.exceptions.ResponseError(error))
-            told = [log["error"] for log in logs if "takes no writes" in log["event"]]
-            assert told == ["ConnectionError: refused", "ResponseError: NOREPLICAS"]
+            reasons = [log["error"] for log in logs if "takes no writes" in log["event"]]
+            assert reasons == ["ConnectionError: refused", "ResponseError: NOREPLICAS"]
 
 
 async def test_a_redis_that_takes_no_writes_is_done_without_until_it_does(tmp_path: Path) -> None:

@@ -92,8 +92,8 @@ async def a_request(client: Client) -> None:
     gateway = Session(client)
     await gateway.hello()
     for session in ("s1", EVIL):
-        told = {"agent_id": session, "agent_parent_session_id": f"parent of {session}"}
-        await gateway.place(f"request-of-{session}", 30_000, session_id=session, tenant="t", keys=[1, 2], **told)
+        lineage = {"agent_id": session, "agent_parent_session_id": f"parent of {session}"}
+        await gateway.place(f"request-of-{session}", 30_000, session_id=session, tenant="t", keys=[1, 2], **lineage)
     await gateway.finish("request-of-s1", cached_tokens=32, timings=placement_pb2.Timings(first_token_ms=120.0))
 
 

@@ -73,8 +73,8 @@ class Load:
 @contextmanager
 def load(host: DockerHost, url: str, key: str, **env: str) -> Iterator[Load]:
     """Keep CLIENTS streams open; the block's end waits for their ends."""
-    with tempfile.TemporaryFile("w+") as told, _client(host, "load", url, key, env, told) as process:
-        running = Load(process, told)
+    with tempfile.TemporaryFile("w+") as output, _client(host, "load", url, key, env, output) as process:
+        running = Load(process, output)
         try:
             yield running
             running.end()
@@ -92,14 +92,14 @@ def vendors(host: DockerHost, url: str, key: str, **env: str) -> dict[str, Any]:
 
 
 def _client(
-    host: DockerHost, kind: str, url: str, key: str, env: dict[str, str], told: IO[str] | int
+    host: DockerHost, kind: str, url: str, key: str, env: dict[str, str], output: IO[str] | int
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
         host.client(sys.executable, "-m", __name__, kind, url, key),
         cwd=REPOSITORY,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | env,
         stdin=subprocess.PIPE,
-        stdout=told,
+        stdout=output,
         text=True,
     )
 
@@ -190,12 +190,12 @@ async def _stream(http: aiohttp.ClientSession, url: str, number: int) -> str:
     parts = [json.loads(event) for event in events[:-1]]
     if errors := [part for part in parts if "error" in part]:
         return f"{errors}"
-    told = "".join(choice["delta"].get("content") or "" for part in parts for choice in part["choices"]).split()
+    output = "".join(choice["delta"].get("content") or "" for part in parts for choice in part["choices"]).split()
     reasons = Counter(
         choice["finish_reason"] for part in parts for choice in part["choices"] if choice["finish_reason"]
     )
-    if reasons != {"length": 1} or len(told) != TOKENS:
-        return f"{len(told)} of {TOKENS} words, {reasons}"
+    if reasons != {"length": 1} or len(output) != TOKENS:
+        return f"{len(output)} of {TOKENS} words, {reasons}"
     return "whole"
 
 

@@ -122,11 +122,11 @@ class Fleet:
 
         async def known() -> str:
             owners = self.owners()
-            told = {
+            described = {
                 owner.router_id if (owner := gateway.client._owners.owner("m")) is not None else ""
                 for gateway in self.gateways
             }
-            return owners[0] if len(owners) == 1 and told <= set(owners) else ""
+            return owners[0] if len(owners) == 1 and described <= set(owners) else ""
 
         return str(await eventually(known, "one router places"))
 

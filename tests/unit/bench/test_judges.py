@@ -35,7 +35,7 @@ def test_the_page_of_the_documents_has_both_sides_and_reasons() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         ({"differing": [["POST /a", "200", "400", "no", 1]]}, "not known why"),
         ({"violated": [["POST /a", "an answer: no z", 0, 1]]}, "only the gateway"),
@@ -43,9 +43,9 @@ def test_the_page_of_the_documents_has_both_sides_and_reasons() -> None:
         ({"operations": {"POST /a": {"requests": 1, "differing": 1, "new 5xx": 1}}, "violated": []}, "1 new 5xx"),
     ],
 )
-def test_what_only_the_gateway_does_is_worse(change: dict[str, Any], told: str) -> None:
+def test_what_only_the_gateway_does_is_worse(change: dict[str, Any], expected: str) -> None:
     (line,) = api_documents.wrong(FOUND | change, [])
-    assert told in line
+    assert expected in line
 
 
 def test_a_fault_in_the_gateways_log_is_worse() -> None:

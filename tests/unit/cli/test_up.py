@@ -102,8 +102,8 @@ def test_what_cannot_be_used_is_told_in_up_s_words(
     monkeypatch.setenv("POINTSMAN_AGENT_STATE_DIR", str(tmp_path))
     with pytest.raises(InvalidSetting) as invalid:
         check(UpSettings(**{"engine": [ENGINE], **given}))
-    told = invalid.value
-    assert f"{holder_of(told.kind, told.field, given)}: {told.message}".startswith(said)
+    found = invalid.value
+    assert f"{holder_of(found.kind, found.field, given)}: {found.message}".startswith(said)
 
 
 def test_what_can_be_used_is_not_told(tmp_path: Path) -> None:
@@ -123,13 +123,13 @@ class Told(LocalFleet):
 
     def __init__(self, settings: UpSettings, engines: list[dict[str, Any]], models: dict[str, Any]) -> None:
         super().__init__(settings)
-        self.told = engines, models
+        self.listed = engines, models
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        return (200 if self.told[1] else 503), {"models": self.told[1]}
+        return (200 if self.listed[1] else 503), {"models": self.listed[1]}
 
     def engines(self) -> list[dict[str, Any]]:
-        return self.told[0]
+        return self.listed[0]
 
 
 def test_the_screen_names_what_is_missing_and_the_flag_that_mends_it() -> None:

@@ -98,7 +98,7 @@ def test_objects_and_items_are_counted_exactly(value: Any, objects: int, items: 
         patch.setattr(decode_body, "LIGHT_OBJECTS", objects)
         patch.setattr(decode_body, "LIGHT_ITEMS", items)
         has = objects_and_items(value)
-        few = has[0] <= objects and has[1] <= items
+        within = has[0] <= objects and has[1] <= items
         # A text that ends with a brace counts as an object.
-        assume(not few or raw.count(b'{"') <= objects)
-        assert decode_light(raw) == (value if few else None)
+        assume(not within or raw.count(b'{"') <= objects)
+        assert decode_light(raw) == (value if within else None)

@@ -81,8 +81,11 @@ def test_a_full_context_that_the_engine_finds_is_told_in_anthropics_words(said: 
     for format_ in (ErrorFormat.OPENAI, ErrorFormat.RESPONSES):
         error = json.loads(redact_error(format_, 400, body))["error"]
         assert (error["message"], error["code"]) == (said, "context_length_exceeded")
-    told = json.loads(redact_error(ErrorFormat.ANTHROPIC, 400, body))["error"]
-    assert told == {"type": "invalid_request_error", "message": f"prompt is too long: {tokens} tokens > 99 maximum"}
+    anthropic = json.loads(redact_error(ErrorFormat.ANTHROPIC, 400, body))["error"]
+    assert anthropic == {
+        "type": "invalid_request_error",
+        "message": f"prompt is too long: {tokens} tokens > 99 maximum",
+    }
 
 
 def test_other_errors_of_engines_keep_their_words() -> None:

@@ -304,14 +304,14 @@ def test_anthropics_errors_name_their_request() -> None:
         ErrorFormat.ANTHROPIC, 400, b'{"error": {"message": "no", "type": "BadRequestError", "code": 400}}'
     )
     for error in (body, ApiRequestError(500, "no").body(ErrorFormat.ANTHROPIC)):
-        told = json.loads(with_request_id(error, 'a "quoted" id'))
-        assert told == json.loads(error) | {"request_id": 'a "quoted" id'}
+        parsed = json.loads(with_request_id(error, 'a "quoted" id'))
+        assert parsed == json.loads(error) | {"request_id": 'a "quoted" id'}
 
 
 def test_the_code_of_an_engines_error_is_a_text() -> None:
     error: dict[str, Any] = {"message": "no", "type": "BadRequestError", "param": None, "code": 400}
-    told = json.loads(redact_error(ErrorFormat.OPENAI, 400, json.dumps({"error": error}).encode()))
-    assert told == {"error": error | {"code": "400"}}
+    parsed = json.loads(redact_error(ErrorFormat.OPENAI, 400, json.dumps({"error": error}).encode()))
+    assert parsed == {"error": error | {"code": "400"}}
     # In an event it stays a number: cline asks again only by one.
     event = redact_error_event(ErrorFormat.OPENAI, b"data: " + json.dumps({"error": error}).encode())
     assert json.loads(event.removeprefix(b"data: ")) == {"error": error}
@@ -357,7 +357,7 @@ def test_an_engines_error_shows_no_address(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "parsed"),
     [
         (rb"a\ud83d b", rb"\ud83d"),
         (rb"a\udE00 b", rb"\udE00"),
@@ -367,12 +367,12 @@ def test_an_engines_error_shows_no_address(address: str) -> None:
         (rb"\ud83d\ude00" * 20_000 + rb"\ud83d", rb"\ud83d"),
     ],
 )
-def test_half_of_a_surrogate_pair_is_found(text: bytes, told: bytes) -> None:
+def test_half_of_a_surrogate_pair_is_found(text: bytes, parsed: bytes) -> None:
     body = b'{"model": "m", "messages": [{"role": "user", "content": "%s"}]}' % text
     with pytest.raises(ApiRequestError) as refused:
         parse(Endpoint.CHAT, body)
     at = int(re.fullmatch(r".*surrogate pair, (\S+), at byte (\d+)\.", refused.value.message)[2])  # type: ignore[index]
-    assert body[at : at + 6] == told
+    assert body[at : at + 6] == parsed
     assert (refused.value.status, refused.value.code) == (400, "invalid_json")
 
 

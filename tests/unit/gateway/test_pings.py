@@ -257,9 +257,9 @@ def test_an_error_becomes_the_event_of_its_api(endpoint: Endpoint, event: bytes)
 
 def test_a_code_of_an_engine_that_is_a_number_is_told_by_its_type() -> None:
     body = b'{"error":{"message":"no","type":"BadRequestError","param":null,"code":400}}'
-    told = redact_error(ErrorFormat.RESPONSES, 400, body)
-    assert b'"code":"BadRequestError"' in as_event(Response(400, told), ErrorFormat.RESPONSES)
-    assert b'"code":400}' in as_event(Response(400, told), ErrorFormat.OPENAI)
+    error_event = redact_error(ErrorFormat.RESPONSES, 400, body)
+    assert b'"code":"BadRequestError"' in as_event(Response(400, error_event), ErrorFormat.RESPONSES)
+    assert b'"code":400}' in as_event(Response(400, error_event), ErrorFormat.OPENAI)
 
 
 class Streams(RuleBasedStateMachine):

@@ -132,10 +132,10 @@ def test_a_prompt_ends_where_it_is_too_long(source: str, body: dict[str, Any]) -
 
 @pytest.mark.parametrize("count", [100, 2_000])
 def test_a_quadratic_template_leaves_the_event_loop(count: int) -> None:
-    body, few = {"messages": ASK * count}, count * count < 2 * LIGHT_STEPS
+    body, cheap = {"messages": ASK * count}, count * count < 2 * LIGHT_STEPS
     asked = light_limits(0, len(json.dumps(body)), 0)
     assert template(QUADRATIC).read(body, thread_limits(0, 0, 0)).text == "a" * count
-    if few:
+    if cheap:
         assert template(QUADRATIC).read(body, asked).text == "a" * count
         return
     with pytest.raises(OverBudget) as over:

@@ -62,10 +62,10 @@ def test_owners_are_told_again_of_an_end_that_a_late_request_may_undo() -> None:
     assert ends.unconfirmed(POOLS) == 0
     assert ends.untold(["m"], 5.0) == [("t", "over"), ("t", "goes on")]
     ends.begun("t", "goes on", "m")
-    told = [(now, session, done) for now in range(6, 100) for (_, session), done in ends.overdue(float(now))]
-    assert [now for now, session, _ in told if session == "over"] == [6, 8, 12, 20, 36]
-    assert {done for _, session, done in told if session == "over"} == {frozenset()}
-    assert {done for _, session, done in told if session == "goes on"} == {frozenset(POOLS)}
+    ended = [(now, session, done) for now in range(6, 100) for (_, session), done in ends.overdue(float(now))]
+    assert [now for now, session, _ in ended if session == "over"] == [6, 8, 12, 20, 36]
+    assert {done for _, session, done in ended if session == "over"} == {frozenset()}
+    assert {done for _, session, done in ended if session == "goes on"} == {frozenset(POOLS)}
     ends.add("t", "over", 200.0)
     ends.confirmed("t", "over", POOLS)
     assert ends.untold(["m"], 200.0) == []

@@ -88,8 +88,8 @@ async def test_tenants_numbers_are_added_series_by_series_in_pieces_of_few() -> 
             telemetry.used(f't"{number * 7 % 1_000}', "m", usage)
         snapshots.append(await snapshot(telemetry.registry))
     for of_process in snapshots:
-        told = [msgspec.msgpack.decode(piece, type=Piece) for piece in of_process]
-        assert max(len(piece.series) for piece in told) <= PIECE
+        pieces = [msgspec.msgpack.decode(piece, type=Piece) for piece in of_process]
+        assert max(len(piece.series) for piece in pieces) <= PIECE
     page = (await merged(snapshots)).decode()
     found = {
         (sample.name, sample.labels["tenant"]): sample.value

@@ -57,8 +57,8 @@ def test_a_trimmed_interval_by_hand() -> None:
     # Left are 2, 3, 4; pulled in 2, 2, 3, 4, 4 with sample variance 4 / 4; t(2) = 4.303.
     assert (found.mean, found.trials) == (3.0, 5)
     assert found.half_width == pytest.approx(4.303 / (0.6 * math.sqrt(5)), rel=1e-3)
-    few = [1.0, 2.0, 906.0]
-    assert trimmed_difference(few, [0.0] * 3) == estimate(few), "too few to leave any out"
+    three = [1.0, 2.0, 906.0]
+    assert trimmed_difference(three, [0.0] * 3) == estimate(three), "too few to leave any out"
 
 
 def test_trials_are_paired_by_their_seeds() -> None:

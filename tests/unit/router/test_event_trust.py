@@ -26,7 +26,7 @@ def keys(number: int) -> list[int]:
 
 
 class World:
-    """One instance, whose engine computes what it is sent; `told` says which of its blocks its events report."""
+    """One instance, whose engine computes what it is sent; `reported` says which of its blocks its events report."""
 
     def __init__(self, **changes: Any) -> None:
         self.router: RouterState = state()
@@ -36,11 +36,11 @@ class World:
         self.queries = self.hits = 0
         self.effects: list[ev.Effect] = []
 
-    def turn(self, number: int, *, cached: int | None = None, told: bool = True) -> None:
+    def turn(self, number: int, *, cached: int | None = None, reported: bool = True) -> None:
         self.now += 1.0
         self.queries += 200
         self.effects += answer(self.router, f"r{self.now}", cached=cached, now=self.now, prompt=prompt(number))
-        if told:
+        if reported:
             self.tell(keys(number))
         for _ in range(3):
             self.now += 1.0
@@ -84,7 +84,7 @@ def test_announced_events_count_as_exact_after_an_answer_that_they_confirm() -> 
 def test_events_that_never_arrive_are_not_worse_than_none() -> None:
     world = World()
     for number in range(10):
-        world.turn(number, cached=0, told=False)
+        world.turn(number, cached=0, reported=False)
         assert (world.source(), world.cached(number)) == (APPROXIMATE, 192)
     assert "KV events" in record_of(world.router).prefix_reason
     assert len([effect for effect in world.effects if isinstance(effect, ev.EventsDistrusted)]) == 1
@@ -94,7 +94,7 @@ def test_events_that_never_arrive_are_not_worse_than_none() -> None:
 def test_events_that_stop_are_replaced_by_placements_and_return_by_evidence() -> None:
     world = proven()
     for number in range(1, 11):
-        world.turn(number, cached=0, told=False)
+        world.turn(number, cached=0, reported=False)
     assert world.source() is APPROXIMATE
     [distrusted] = [effect for effect in world.effects if isinstance(effect, ev.EventsDistrusted)]
     assert "blocks" in distrusted.reason
@@ -112,7 +112,7 @@ def test_an_idle_engine_and_full_hits_are_no_evidence_against_events() -> None:
     for _ in range(20):
         world.now += 10.0
         world.speak()
-        world.turn(0, cached=192, told=False)
+        world.turn(0, cached=192, reported=False)
     assert world.source() is EVENTS
 
 
@@ -123,7 +123,7 @@ def test_blocks_of_which_removal_was_told_and_that_answers_use_contradict_events
     for number in range(6):
         world.tell([], keys(number))
     for number in range(6):
-        world.turn(number, cached=192, told=False)
+        world.turn(number, cached=192, reported=False)
     assert world.source() is APPROXIMATE
     assert [world.cached(number) for number in range(6)] == [192] * 6
 
@@ -145,7 +145,7 @@ def test_without_usage_details_the_engines_counters_show_blocks_that_are_not_the
     for number in range(10, 30):
         world.tell(keys(number))
     for number in range(10, 30):
-        world.turn(number, told=False)
+        world.turn(number, reported=False)
     assert world.source() is APPROXIMATE
 
 
@@ -155,7 +155,7 @@ def test_without_usage_details_right_counters_are_no_evidence_against_events() -
         world.tell(keys(number))
     for number in range(10, 40):
         world.hits += 192
-        world.turn(number, told=False)
+        world.turn(number, reported=False)
     assert world.source() is EVENTS
 
 
@@ -164,7 +164,7 @@ def test_a_second_loss_of_trust_needs_more_evidence_than_the_first() -> None:
     needed = []
     for again in range(1, 3):
         for number in range(100 * again, 100 * again + 10):
-            world.turn(number, cached=0, told=False)
+            world.turn(number, cached=0, reported=False)
         assert world.source() is APPROXIMATE
         count = 0
         while world.source() is APPROXIMATE:
@@ -191,12 +191,12 @@ def test_a_block_that_can_miss_is_not_credited() -> None:
     world.turn(0, cached=0)
     assert (world.source(), world.cached(0)) == (EVENTS, 192 - 32)
     for _ in range(9):
-        world.turn(0, cached=160, told=False)
+        world.turn(0, cached=160, reported=False)
     assert world.source() is EVENTS
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_trust_is_learned_with_requests_in_flight_all_the_time(told: bool) -> None:
+@pytest.mark.parametrize("reported", [True, False])
+def test_trust_is_learned_with_requests_in_flight_all_the_time(reported: bool) -> None:
     """Twenty answers a second, more than can be waited for."""
     router = state()
     join(router, "a", 1, proven=False)
@@ -204,21 +204,21 @@ def test_trust_is_learned_with_requests_in_flight_all_the_time(told: bool) -> No
     for number in range(200):
         now = number / 20
         answer(router, f"r{number}", cached=0, now=now, prompt=prompt(number))
-        if told:
+        if reported:
             seq += 1
             report(router, Delta(seq, 1, added=keys(number)), now)
         else:
             speaks(router, now)
     source = router.prefix_knowledge.source(record_of(router), 10.0)
-    assert source is (EVENTS if told else APPROXIMATE)
-    assert ("blocks" in record_of(router).prefix_reason) is not told
+    assert source is (EVENTS if reported else APPROXIMATE)
+    assert ("blocks" in record_of(router).prefix_reason) is not reported
 
 
 def test_a_placement_that_is_open_when_trust_ends_is_judged_without_error() -> None:
     world = proven()
     place(world.router, request("open", prompt=prompt(0)), world.now)
     for number in range(1, 11):
-        world.turn(number, cached=0, told=False)
+        world.turn(number, cached=0, reported=False)
     world.router.handle(ev.FirstToken("open"), world.now)
     world.router.handle(ev.Finished("open", "OK", cached_tokens=0), world.now)
     world.router.check_invariants()
