@@ -366,19 +366,19 @@ async def test_a_policy_that_a_replica_does_not_know_changes_nothing(tmp_path: P
             assert (await one.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy.name == DEFAULT_POLICY
             assert ReplicaInfo.read("what another version tells") == ReplicaInfo.read("") == ReplicaInfo()
 
-            async def told() -> str:
+            async def refusal() -> str:
                 (listed,) = (await one.fleet.ListReplicas(fleet_pb2.ListReplicasRequest())).replicas
                 return str(listed.policy_problem)
 
             async def problem() -> bool:
-                return (await told()).startswith("no policy 'of the future'; there are ")
+                return (await refusal()).startswith("no policy 'of the future'; there are ")
 
             await eventually(problem, "it tells that it does not place by the fleet's policy")
             # A policy that is set now gets a higher version.
             await one.fleet.SetPolicy(fleet_pb2.SetPolicyRequest(policy=policy("sticky")))
 
             async def solved() -> bool:
-                return not await told()
+                return not await refusal()
 
             await eventually(solved, "it places by the fleet's policy")
             with Redis.from_url(url, decode_responses=True) as client:

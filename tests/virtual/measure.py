@@ -106,12 +106,12 @@ def _placements() -> Iterator[tuple[str, float]]:
 
     whole = _each(lambda: compared(fleet, decisions), 50)
     small = _fleet_of(1)
-    few = []
+    recorded = []
     for number in range(200):
         answer = place(small, request(f"w{number}", 1_000), NOW)
         assert isinstance(answer, ev.Placed)
-        few.append(answer.decision)
-    alone = _each(lambda: compared(small, few), 200)
+        recorded.append(answer.decision)
+    alone = _each(lambda: compared(small, recorded), 200)
     yield "WHAT_IF_S", alone
     yield "WHAT_IF_CANDIDATE_S", (whole - alone) / (INSTANCES - 1)
 

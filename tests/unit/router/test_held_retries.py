@@ -294,8 +294,8 @@ def test_those_that_end_together_are_answered_in_turns(for_room: bool, needed: l
         given_ = [effect for effect in router.handle(event, now) if isinstance(effect, ev.Placed | ev.Refused)]
         answered.update(effect.request_id for effect in given_)
         assert len(given_) <= ENDS_AT_ONCE + MOST_DECISIONS + TRIES_ON_TICK
-        few = TRIES + (TRIES_ON_TICK if isinstance(event, ev.Tick) else TRIES)
-        assert decisions <= (0 if for_room and needed == [None] else few)
+        allowed = TRIES + (TRIES_ON_TICK if isinstance(event, ev.Tick) else TRIES)
+        assert decisions <= (0 if for_room and needed == [None] else allowed)
         if router.retry_at is None:
             break
         event, now = ev.RetryDue(), router.retry_at

@@ -122,9 +122,9 @@ def test_what_instances_differ_in_is_told() -> None:
     for stream, name in enumerate("abc", 1):
         join(router, name, stream, identity=BRAIN, max_model_len=32_768, max_num_seqs=64)
     join(router, "d", 4, identity=HALF, max_model_len=4_096, max_num_seqs=64)
-    told = {record.info.instance_id: router.instances.differing(record) for record in router.instances.records()}
-    assert {name: set(found) for name, found in told.items() if found} == {"d": {"dtype", "max_model_len"}}
-    assert told["d"]["dtype"] == "dtype float16 and bfloat16"
+    differing = {record.info.instance_id: router.instances.differing(record) for record in router.instances.records()}
+    assert {name: set(found) for name, found in differing.items() if found} == {"d": {"dtype", "max_model_len"}}
+    assert differing["d"]["dtype"] == "dtype float16 and bfloat16"
 
 
 def test_an_old_record_has_the_digest_that_it_had() -> None:

@@ -1,4 +1,4 @@
-"""The policy that `auto` takes for a pool does not follow each resynchronisation, and each change of it is told."""
+"""The policy that `auto` takes for a pool does not follow each resynchronisation, and each change of it is change."""
 
 from __future__ import annotations
 
@@ -122,11 +122,11 @@ def test_an_instance_that_is_lost_for_good_changes_the_policy_once_and_the_chang
     assert choice.asked is not None
     assert choice.asked.reason == "few_instances"
     fleet.wait(200.0)
-    [(at, told)] = fleet.changes
+    [(at, change)] = fleet.changes
     assert SETTLE_S <= at - lost_at <= SETTLE_S + 2.0
-    assert told == ev.PolicyTaken("m", "unified", "few_instances", "foresight", "times_predictable", told.facts)
-    assert told.facts.instances == 2
-    assert fleet.stored == told.facts
+    assert change == ev.PolicyTaken("m", "unified", "few_instances", "foresight", "times_predictable", change.facts)
+    assert change.facts.instances == 2
+    assert fleet.stored == change.facts
     choice = fleet.router.pool_policy("m", fleet.now)
     assert (choice.taken.reason, choice.since, choice.asked) == ("few_instances", at, None)
 
@@ -152,8 +152,8 @@ def test_a_pool_that_starts_with_one_of_its_instances_is_not_delayed() -> None:
     fleet.join("c")
     joined_at = fleet.now
     fleet.wait(20.0)
-    [(at, told)] = fleet.changes
-    assert told.reason == "times_predictable"
+    [(at, change)] = fleet.changes
+    assert change.reason == "times_predictable"
     assert at - joined_at <= SETTLE_S + 2.0
 
 
@@ -161,8 +161,8 @@ def test_a_curve_that_is_learned_counts_at_once() -> None:
     fleet = Fleet()
     assert fleet.reason == "curve_not_learned"
     fleet.wait((LEARNED_AFTER + 3) * TICK_S)
-    [(_, told)] = fleet.changes
-    assert (told.before_reason, told.reason) == ("curve_not_learned", "times_predictable")
+    [(_, change)] = fleet.changes
+    assert (change.before_reason, change.reason) == ("curve_not_learned", "times_predictable")
 
 
 def test_another_owner_keeps_the_policy_until_it_knows_better_for_a_minute() -> None:
@@ -174,8 +174,8 @@ def test_another_owner_keeps_the_policy_until_it_knows_better_for_a_minute() -> 
     fleet.take_over()
     begun = fleet.now
     fleet.wait(100.0, learns=False)
-    [(at, told)] = fleet.changes
-    assert told.reason == "curve_not_learned"
+    [(at, change)] = fleet.changes
+    assert change.reason == "curve_not_learned"
     assert LEAST_KEPT_S <= at - begun <= LEAST_KEPT_S + 2.0
 
 
@@ -197,7 +197,7 @@ def test_what_operators_choose_holds_at_once_and_is_told_without_a_reason() -> N
     set_policy(fleet.router, make_policy("auto"), fleet.now)
     assert fleet.reason == "few_instances"
     fleet.wait(2.0)
-    assert [(told.policy, told.reason) for _, told in fleet.changes] == [("lpwl", ""), ("unified", "few_instances")]
+    assert [(change.policy, change.reason) for _, change in fleet.changes] == [("lpwl", ""), ("unified", "few_instances")]
 
 
 @pytest.mark.parametrize("bound", [SHORT_COST, LONGER_COST, LONG_COST])
@@ -222,10 +222,10 @@ class Choices:
     def second(self, facts: PoolFacts) -> None:
         self.now, self.facts = self.now + 1.0, facts
         before = self.choices.choice("m", self.now - 0.5).taken
-        told = [effect for effect in self.choices.tick(lambda _: True, self.now) if isinstance(effect, ev.PolicyTaken)]
+        changes = [effect for effect in self.choices.tick(lambda _: True, self.now) if isinstance(effect, ev.PolicyTaken)]
         after = Auto().taken(self.choices.facts("m", self.now))
-        assert len(told) == (not after.acts_as(before))
-        self.changed_at += [self.now for _ in told]
+        assert len(changes) == (not after.acts_as(before))
+        self.changed_at += [self.now for _ in changes]
 
     def wait(self, facts: PoolFacts, seconds: int) -> None:
         for _ in range(seconds):

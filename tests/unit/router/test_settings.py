@@ -38,10 +38,10 @@ def test_a_redis_without_a_scheme_is_told_with_the_form_and_without_its_password
     monkeypatch.setenv(f"POINTSMAN_ROUTER_{name.upper()}", text)
     with pytest.raises(typer.Exit):
         load_settings("pointsman router", RouterSettings)
-    told = capsys.readouterr().err
-    assert f"POINTSMAN_ROUTER_{name.upper()}" in told
-    assert "write each server as redis://HOST:PORT, or rediss://HOST:PORT for TLS" in told
-    assert "s3cret" not in told
+    warnings = capsys.readouterr().err
+    assert f"POINTSMAN_ROUTER_{name.upper()}" in warnings
+    assert "write each server as redis://HOST:PORT, or rediss://HOST:PORT for TLS" in warnings
+    assert "s3cret" not in warnings
 
 
 def test_a_password_of_redis_may_have_a_comma() -> None:
@@ -72,11 +72,11 @@ def test_a_variable_of_a_former_setting_is_told_with_its_value(
         monkeypatch.setenv(f"POINTSMAN_ROUTER_{name.upper()}", "60")
     monkeypatch.setenv("POINTSMAN_ROUTER_ROUTER_ID", "r")
     assert load_settings("pointsman router", RouterSettings).router_id == "r"
-    told = re.findall(
+    documented = re.findall(
         r"^pointsman router: POINTSMAN_ROUTER_(\w+) .* its value is (\S+)$", capsys.readouterr().err, re.M
     )
     state = StateSettings()
-    assert {name.lower(): float(value.replace(",", "")) for name, value in told} == {
+    assert {name.lower(): float(value.replace(",", "")) for name, value in documented} == {
         "queue_ageing_tokens_per_s": state.queue.ageing_tokens_per_s,
         "queue_lower_class_share": state.queue.lower_class_share,
         "admission_interactive_s": state.admission.interactive_s,
