@@ -92,6 +92,8 @@ def _rendered(kustomization: Path, components: tuple[str, ...], files: tuple[tup
     with tempfile.TemporaryDirectory() as folder:
         deploy = Path(folder, "deploy")
         shutil.copytree(DEPLOY, deploy, ignore=_made_by_scripts)
+        for path, content in files:
+            (deploy / path).write_text(content)
         make_secrets(deploy / "k8s/base/secrets")
         copy = deploy / kustomization.relative_to(DEPLOY)
         own = yaml.safe_load((copy / "kustomization.yaml").read_text()).get("components", [])
@@ -104,8 +106,6 @@ def _rendered(kustomization: Path, components: tuple[str, ...], files: tuple[tup
             parsed = yaml.safe_load(file.read_text())
             parsed["components"].append(f"../../components/{name}")
             file.write_text(yaml.safe_dump(parsed))
-        for path, content in files:
-            (deploy / path).write_text(content)
         rendered = run(kubectl, "kustomize", copy)
     if rendered.returncode:
         raise RuntimeError(" ".join(rendered.stderr.split()))

@@ -33,7 +33,7 @@ def test_a_release_is_installed_upgraded_and_removed(tmp_path: Path) -> None:
         said = helm(api, tmp_path, "install", "--values", gpu)
         assert "Not found: Secrets tokens, api-keys, redis-url, redis-users." in said
         assert api.names("Service") == {"router", "router-0", "gateway", "redis", "vllm"}
-        assert api.names("PodDisruptionBudget") == set()
+        assert api.names("PrometheusRule") == set()
 
         for name in ("tokens", "api-keys", "redis-url", "redis-users"):
             api.objects[f"{SECRETS}/{name}"] = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}}

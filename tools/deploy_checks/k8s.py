@@ -48,9 +48,7 @@ def check(objects: list[Object]) -> list[str]:
         problems += _ingress(ingress, objects)
     for policy in _of(objects, "NetworkPolicy"):
         problems += _network_policy(policy, objects)
-    for budget in _of(objects, "PodDisruptionBudget"):
-        if not any(_matches(budget["spec"]["selector"], w) for w in _workloads(objects)):
-            problems.append(f"{_id(budget)}: selects no workload")
+    problems += [*_budgets(objects), *_cluster_wide(objects)]
     for scaler in (*_of(objects, "HorizontalPodAutoscaler"), *_of(objects, "ScaledObject")):
         problems += _autoscaler(scaler, objects)
     for monitor in _of(objects, "ServiceMonitor"):
@@ -401,6 +399,37 @@ def _network_policy(policy: Object, objects: list[Object]) -> Iterator[str]:
         for peer in rule.get("from", []):
             if "podSelector" in peer and not any(_matches(peer["podSelector"], w) for w in _workloads(objects)):
                 yield f"{where}: a peer selects no workload"
+
+
+def _budgets(objects: list[Object]) -> Iterator[str]:
+    """Yield a problem for each budget without pods, and for each workload whose pods a drain would stop all at once, or never:
+    Kubernetes evicts no pod that two budgets select."""
+    budgets = _of(objects, "PodDisruptionBudget")
+    for budget in budgets:
+        if not any(_matches(budget["spec"]["selector"], w) for w in _workloads(objects)):
+            yield f"{_id(budget)}: selects no workload"
+    for workload in _workloads(objects):
+        chosen_by = [_id(budget) for budget in budgets if _matches(budget["spec"]["selector"], workload)]
+        if len(chosen_by) > 1:
+            yield f"{_id(workload)}: selected by {' and '.join(chosen_by)}"
+        # A drain leaves the pods of a DaemonSet. Of Redis and of the agent of engines elsewhere there is one at most.
+        serves = any(
+            c["name"] in ("router", "gateway", "vllm") for c in workload["spec"]["template"]["spec"]["containers"]
+        )
+        if serves and workload["kind"] != "DaemonSet" and not chosen_by:
+            yield f"{_id(workload)}: no PodDisruptionBudget selects its pods"
+
+
+def _cluster_wide(objects: list[Object]) -> Iterator[str]:
+    """Yield a problem for each object without a namespace that a deployment in another namespace would overwrite, and for each
+    binding of a role that is not here."""
+    namespaces = [_name(o) for o in _of(objects, "Namespace")]
+    for o in (o for o in objects if o["kind"] in CLUSTER_WIDE and o["kind"] != "Namespace"):
+        if not any(_name(o).startswith(f"{namespace}-") for namespace in namespaces):
+            yield f"{_id(o)}: its name does not begin with the namespace ({', '.join(namespaces)})"
+    for binding in _of(objects, "ClusterRoleBinding"):
+        if binding["roleRef"]["name"] not in {_name(role) for role in _of(objects, "ClusterRole")}:
+            yield f"{_id(binding)}: no ClusterRole {binding['roleRef']['name']}"
 
 
 def _autoscaler(scaler: Object, objects: list[Object]) -> Iterator[str]:

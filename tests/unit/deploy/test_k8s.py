@@ -245,6 +245,27 @@ def test_the_policy_for_engines_elsewhere_admits_who_calls_them() -> None:
     assert events["from"][0]["podSelector"]["matchLabels"].items() <= labels["agent"].items()
 
 
+def test_deployments_in_two_namespaces_have_nothing_in_common() -> None:
+    file = "k8s/overlays/external-engines/kustomization.yaml"
+    text = (check_deploy.DEPLOY / file).read_text()
+    overlay, components = OVERLAYS / "external-engines", ("engine-service", "two-routers", "monitoring", "tls")
+    first = check_deploy.render(overlay, *components)
+    other = text.replace("namespace: pointsman\n", "namespace: llm-b\n")
+    second = check_deploy.render(overlay, *components, files={file: other})
+    assert k8s.check(second) == []
+    made = [
+        {(o["kind"], o["metadata"].get("namespace"), o["metadata"]["name"]) for o in each} for each in (first, second)
+    ]
+    assert len(made[0]) == len(made[1])
+    assert made[0] & made[1] == set()
+    [binding] = [o for o in second if o["kind"] == "ClusterRoleBinding"]
+    assert (binding["roleRef"]["name"], binding["subjects"][0]["namespace"]) == ("llm-b-agent", "llm-b")
+    assert [problem for problem in k8s.check([*first, binding]) if "ClusterRole" in problem] == [
+        "ClusterRoleBinding/llm-b-agent: its name does not begin with the namespace (pointsman)",
+        "ClusterRoleBinding/llm-b-agent: no ClusterRole llm-b-agent",
+    ]
+
+
 @pytest.mark.parametrize("name", ["api-keys", "tokens"])
 def test_what_is_read_again_in_place_rolls_nothing(name: str) -> None:
     objects = check_deploy.render(OVERLAYS / "gpu")
@@ -464,6 +485,16 @@ def budget_for_nobody(objects: Objects) -> None:
     find(objects, "PodDisruptionBudget", "router")["spec"]["selector"]["matchLabels"] = {"app": "router"}
 
 
+def budget_for_no_gateway(objects: Objects) -> None:
+    objects.remove(find(objects, "PodDisruptionBudget", "gateway"))
+
+
+def budget_twice(objects: Objects) -> None:
+    second = copy.deepcopy(find(objects, "PodDisruptionBudget", "vllm"))
+    second["metadata"]["name"] = "engines"
+    objects.append(second)
+
+
 def scale_nothing(objects: Objects) -> None:
     find(objects, "HorizontalPodAutoscaler", "gateway")["spec"]["scaleTargetRef"]["name"] = "gateways"
 
@@ -527,6 +558,8 @@ def define_twice(objects: Objects) -> None:
         (lose_governing_service, "StatefulSet/vllm: serviceName vllm is no headless Service"),
         (name_one_router, "ConfigMap agent: POINTSMAN_AGENT_ROUTERS does not name router-1"),
         (budget_for_nobody, "PodDisruptionBudget/router: selects no workload"),
+        (budget_for_no_gateway, "Deployment/gateway: no PodDisruptionBudget selects its pods"),
+        (budget_twice, "StatefulSet/vllm: selected by PodDisruptionBudget/vllm and PodDisruptionBudget/engines"),
         (scale_nothing, "HorizontalPodAutoscaler/gateway: no Deployment gateways"),
         (fix_the_count, "Deployment/gateway has replicas of its own"),
         (scrape_nobody, "ServiceMonitor/agent: selects no Service"),
