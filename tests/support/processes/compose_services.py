@@ -99,6 +99,18 @@ class Stack:
             process.kill()
             await process.wait()
 
+    async def kill(self, name: str) -> None:
+        """Kill a service, which notices nothing."""
+        process = self.processes.pop(name)
+        process.kill()
+        await process.wait()
+
+    def copy(self, name: str, copied: str) -> None:
+        """Add a service with the definition of another one, with ports and volumes of its own."""
+        text = re.sub(rf"(?<![\w.-]){name}-data:", f"{copied}-data:", yaml.safe_dump(self.services[name]))
+        self.services[copied] = yaml.safe_load(text)
+        self.ports |= {(copied, port): free_port() for service, port in list(self.ports) if service == name}
+
     def log(self, name: str) -> str:
         """Return the service's log."""
         return (self.folder / f"{name}.log").read_text()
