@@ -7,12 +7,13 @@ Only the work of kubelet, network and images is replaced:
 - A volume is a folder, and its mount path is replaced by the folder's path (`Pod.local`). Secrets and config maps are files in
   their folders.
 - A port is replaced by a free one of this machine. NAME:PORT of a Service, or of a pod of a headless Service, is replaced by
-  127.0.0.1 and that port.
+  127.0.0.1 and that port. With a PodNetwork nothing of this is replaced: each pod has its address and its ports, and the names of
+  Services lead to it.
 - The hub of models is the test's own (HF_ENDPOINT, which clusters without the public hub set, too).
 - `redis-server`, `redis-cli` and `vllm` are programs of this machine. `vllm` is the CPU build, with CPU_FLAGS in addition to all
-  of the manifests' flags.
+  of the manifests' flags; or, with `emulated`, an emulated engine that publishes its KV events where these flags say.
 
-Users, read-only root file systems, limits, GPUs, image pulls and network policies are absent.
+Users, read-only root file systems, limits, GPUs and image pulls are absent; so are network policies without a PodNetwork.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.support import leaks
 from tests.support.engines.servers import ENGINE_PYTHON
 from tests.support.http_request import ask
+from tests.support.processes.pod_network import NODE, PodNetwork
 from tests.support.processes.process import Process, ProcessFailure, free_port
 from tests.support.waiting import until
 from tools import check_deploy
@@ -66,14 +68,21 @@ if __name__ == "__main__":
 """
 
 
+EMULATED_VLLM = f"""#!/bin/sh
+PYTHONPATH={check_deploy.ROOT} exec {sys.executable} -m tests.support.processes.emulated_vllm "$@"
+"""
+
+
 @dataclass
 class Cluster:
     """The rendered objects of an overlay, and the pods that a test adds. `folder` holds volumes and logs; `hub` is the base URL
-    of the hub of models."""
+    of the hub of models. `network`: where the pods have addresses of their own. `emulated`: engines are emulated."""
 
     objects: list[Object]
     folder: Path
     hub: str
+    network: PodNetwork | None = None
+    emulated: bool = False
     pods: dict[str, Pod] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -85,12 +94,14 @@ class Cluster:
             shutil.which(name, path="/usr/bin:/usr/local/bin:/opt/homebrew/bin") or BIN / name
             for name in ("redis-server", "redis-cli")
         )
+        here = f" --bind 127.0.0.1 --port {self.redis_port}" if self.network is None else ""
+        port = f" -p {self.redis_port}" if self.network is None else ""
         programs = {
             "pointsman-probe": f"#!/bin/sh\n{probe}\n",
-            "redis-server": f'#!/bin/sh\nexec {server} "$@" --bind 127.0.0.1 --port {self.redis_port}\n',
+            "redis-server": f'#!/bin/sh\nexec {server} "$@"{here}\n',
             # The client of the tests is too old for -e, which makes an error reply a failure.
-            "redis-cli": f'#!/bin/sh\n[ "$1" != -e ] || shift\nexec {client} -p {self.redis_port} "$@"\n',
-            "vllm": VLLM,
+            "redis-cli": f'#!/bin/sh\n[ "$1" != -e ] || shift\nexec {client}{port} "$@"\n',
+            "vllm": EMULATED_VLLM if self.emulated else VLLM,
         }
         for name, text in programs.items():
             (bin_folder / name).write_text(text)
@@ -146,6 +157,24 @@ class Cluster:
                     found |= {f"{name}:{port['port']}": here for name in names}
         return found
 
+    def name_pods(self) -> None:
+        """Let the names of Services, and of pods of headless Services, lead to the pods that were added. Only with a network."""
+        assert self.network is not None
+        found: dict[str, str] = {}
+        for service in (resource for resource in self.objects if resource["kind"] == "Service"):
+            name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
+            for pod in self.pods.values():
+                if service["spec"]["selector"].items() <= pod.labels.items():
+                    each = [name, f"{name}.{namespace}.svc", f"{pod.name}.{name}.{namespace}.svc"]
+                    found |= {label: self.network.members[pod.name].address for label in each if label not in found}
+        self.network.name_all(found)
+
+    def enforce_policies(self, namespaces: Mapping[str, Mapping[str, str]]) -> None:
+        """Let the overlay's NetworkPolicies hold. `namespaces`: labels of further namespaces, by their names."""
+        assert self.network is not None
+        own = {o["metadata"]["name"]: o["metadata"].get("labels", {}) for o in self.objects if o["kind"] == "Namespace"}
+        self.network.enforce([o for o in self.objects if o["kind"] == "NetworkPolicy"], {**own, **namespaces})
+
     def stop(self) -> None:
         """Kill all pods, in reverse order."""
         for pod in reversed(self.pods.values()):
@@ -170,19 +199,37 @@ class Pod:
         self.namespace = self.workload["metadata"]["namespace"]
         self._ports: dict[int, int] = {}
         self._names: dict[str, int] = {}
+        on_node = []
         for container in self.spec["containers"]:
             for port in container.get("ports", []):
                 inside = port["containerPort"]
-                self._ports[inside] = self.cluster.redis_port if port.get("name") == "redis" else free_port()
                 self._names[port.get("name", "")] = inside
+                if self.cluster.network is None:
+                    self._ports[inside] = self.cluster.redis_port if port.get("name") == "redis" else free_port()
+                else:
+                    self._ports[inside] = inside
+                    on_node += [inside] if "hostPort" in port else []
+        if self.cluster.network is not None:
+            self.cluster.network.add(self.name, self.namespace, self.labels, self._names, on_node=on_node)
 
     def port(self, inside: int | str) -> int:
         """Return the port of this machine that stands for a port of the pod, given by number or name."""
         return self._ports[self._names[inside] if isinstance(inside, str) else inside]
 
+    @property
+    def ports(self) -> dict[int, str]:
+        """The pod's ports, each with its name or ""."""
+        named = {number: name for name, number in self._names.items()}
+        return {number: named.get(number, "") for number in self._ports}
+
     def url(self, port: int | str) -> str:
         """Return the base URL of one of the pod's ports."""
-        return f"http://127.0.0.1:{self.port(port)}"
+        return f"http://{self.address}:{self.port(port)}"
+
+    @property
+    def address(self) -> str:
+        """The pod's address; the loopback address without a network."""
+        return "127.0.0.1" if self.cluster.network is None else self.cluster.network.members[self.name].address
 
     def prepare(self) -> None:
         """Make the volumes and the processes of the containers, without a start. The calling fixture owns the processes.
@@ -194,7 +241,7 @@ class Pod:
         for container in self.spec["containers"]:
             self.containers[container["name"]] = Process(
                 f"{self.name}/{container['name']}",
-                [self.local(container, word) for word in self._words(container)],
+                self._in_network([self.local(container, word) for word in self._words(container)]),
                 self.cluster.folder / f"{self.name}-{container['name']}.log",
                 self.environment(container),
                 self.cluster.folder,
@@ -237,6 +284,22 @@ class Pod:
 
     def probe(self, container: Object, probe: Object) -> bool:
         """Return whether a probe of the container passes."""
+        network = self.cluster.network
+        if network is None or "exec" in probe:
+            return self._probe(container, probe)
+        if "grpc" in probe:
+            # A client of gRPC makes its sockets in threads of its own, so it is run by the program of the image.
+            asked = [
+                f"{self.address}:{self.port(probe['grpc']['port'])}",
+                *filter(None, [probe["grpc"].get("service")]),
+            ]
+            words = network.command("", ["pointsman-probe", "grpc", *asked], self.cluster.folder)
+            return (
+                subprocess.run(words, env=self.environment(container), capture_output=True, check=False).returncode == 0
+            )
+        return network.inside("", lambda: self._probe(container, probe))
+
+    def _probe(self, container: Object, probe: Object) -> bool:
         if "httpGet" in probe:
             try:
                 url = self.url(probe["httpGet"]["port"]) + probe["httpGet"]["path"]
@@ -245,7 +308,7 @@ class Pod:
                 return False
         if "tcpSocket" in probe:
             with socket.socket() as tried:
-                return tried.connect_ex(("127.0.0.1", self.port(probe["tcpSocket"]["port"]))) == 0
+                return tried.connect_ex((self.address, self.port(probe["tcpSocket"]["port"]))) == 0
         if "grpc" in probe:
             asked = health_pb2.HealthCheckRequest(service=probe["grpc"].get("service", ""))
             with grpc.insecure_channel(f"127.0.0.1:{self.port(probe['grpc']['port'])}") as channel:
@@ -299,6 +362,8 @@ class Pod:
             # In one pass: the path of a folder here may begin with a mount path, such as /tmp.
             paths = "|".join(re.escape(path) for path in sorted(mounts, key=len, reverse=True))
             text = re.sub(rf"(?:(?<![\w./-])|(?<=://))({paths})(?![\w-])", lambda m: str(mounts[m[1]]), text)
+        if self.cluster.network is not None:
+            return text
         for address, here in self.cluster.addresses().items():
             text = re.sub(rf"(?<![\w.-]){re.escape(address)}\b", f"127.0.0.1:{here}", text)
         for inside, here in self._ports.items():
@@ -331,7 +396,8 @@ class Pod:
     def _value_from(self, source: Object) -> str | None:
         [(kind, reference)] = source.items()
         if kind == "fieldRef":
-            fields = {"metadata.name": self.name, "metadata.namespace": self.namespace, "status.hostIP": "127.0.0.1"}
+            node = "127.0.0.1" if self.cluster.network is None else NODE
+            fields = {"metadata.name": self.name, "metadata.namespace": self.namespace, "status.hostIP": node}
             return str(fields[reference["fieldPath"]])
         found = self.cluster.data({"configMapKeyRef": "ConfigMap", "secretKeyRef": "Secret"}[kind], reference["name"])
         if found is None or reference["key"] not in found:
@@ -355,8 +421,16 @@ class Pod:
                 (folder / path).write_text((data or {})[key])
 
     def _execute(self, container: Object, command: list[str]) -> int:
-        words = [self.local(container, word) for word in command]
-        return subprocess.run(words, env=self.environment(container), capture_output=True, check=False).returncode
+        return self.execute(container, command).returncode
+
+    def execute(self, container: Object, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Run a command in a container, as `kubectl exec` does; return it with its output."""
+        words = self._in_network([self.local(container, word) for word in command])
+        return subprocess.run(words, env=self.environment(container), capture_output=True, text=True, check=False)
+
+    def _in_network(self, words: list[str]) -> list[str]:
+        network = self.cluster.network
+        return words if network is None else network.command(self.name, words, self.cluster.folder)
 
 
 def _image(name: str) -> tuple[list[str], Mapping[str, str]]:
