@@ -174,9 +174,12 @@ def test_each_port_is_reached_by_those_who_need_it_alone(
             ports = {*pod.ports, *(port for workload, port in more if workload == kind(pod))}
             for port in ports:
                 listeners.enter_context(network.inside(name, partial(socket.create_server, ("", port))))
-        some = {("stranger", "router-0", 50051), ("client", "gateway-0", 8080)}
+        # A pod that somebody else starts in the namespace has no policy of its own.
+        listeners.enter_context(network.inside("stranger", partial(socket.create_server, ("", 8080))))
+        some = {("stranger", "router-0", 50051), ("client", "gateway-0", 8080), ("client", "stranger", 8080)}
         assert {each for each in some if network.reaches(*each)} == some, "without policies all is reached"
         made.enforce_policies(LABELS)
+        assert not network.reaches("client", "stranger", 8080)
         present = {kind(pod) for pod in made.pods.values()} | {*STRANGERS}
         expected = {key: sources & present for key, sources in by_number(made, allowed).items()}
         # A pod's own other pods count as others; of one pod there is none.

@@ -48,6 +48,7 @@ def check(objects: list[Object]) -> list[str]:
         problems += _ingress(ingress, objects)
     for policy in _of(objects, "NetworkPolicy"):
         problems += _network_policy(policy, objects)
+    problems += _closed(objects)
     problems += [*_budgets(objects), *_cluster_wide(objects)]
     for scaler in (*_of(objects, "HorizontalPodAutoscaler"), *_of(objects, "ScaledObject")):
         problems += _autoscaler(scaler, objects)
@@ -399,6 +400,16 @@ def _network_policy(policy: Object, objects: list[Object]) -> Iterator[str]:
         for peer in rule.get("from", []):
             if "podSelector" in peer and not any(_matches(peer["podSelector"], w) for w in _workloads(objects)):
                 yield f"{where}: a peer selects no workload"
+
+
+def _closed(objects: list[Object]) -> Iterator[str]:
+    """Yield a problem if what no policy admits is not refused, or if pods admit nothing at all."""
+    policies = _of(objects, "NetworkPolicy")
+    if not any(not p["spec"]["podSelector"] and not p["spec"].get("ingress") for p in policies):
+        yield "no NetworkPolicy refuses what no other one admits"
+    for workload in _workloads(objects):
+        if not any(p["spec"].get("ingress") and _matches(p["spec"]["podSelector"], workload) for p in policies):
+            yield f"{_id(workload)}: no NetworkPolicy admits anybody to its pods"
 
 
 def _budgets(objects: list[Object]) -> Iterator[str]:

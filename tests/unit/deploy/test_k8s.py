@@ -477,6 +477,14 @@ def open_unknown_port(objects: Objects) -> None:
     find(objects, "NetworkPolicy", "vllm")["spec"]["ingress"][0]["ports"][0]["port"] = "grpc"
 
 
+def refuse_nobody(objects: Objects) -> None:
+    objects.remove(find(objects, "NetworkPolicy", "nobody"))
+
+
+def admit_no_router(objects: Objects) -> None:
+    objects.remove(find(objects, "NetworkPolicy", "redis"))
+
+
 def name_one_router(objects: Objects) -> None:
     find(objects, "ConfigMap", "agent")["data"]["POINTSMAN_AGENT_ROUTERS"] = "router-0:50051"
 
@@ -555,6 +563,8 @@ def define_twice(objects: Objects) -> None:
         (ask_for_nothing, "StatefulSet/router/router: resources.requests.memory is not said"),
         (mount_unknown_volume, "StatefulSet/redis/redis: no volume disk"),
         (open_unknown_port, "NetworkPolicy/vllm: port grpc is not a port of what it selects"),
+        (refuse_nobody, "no NetworkPolicy refuses what no other one admits"),
+        (admit_no_router, "StatefulSet/redis: no NetworkPolicy admits anybody to its pods"),
         (lose_governing_service, "StatefulSet/vllm: serviceName vllm is no headless Service"),
         (name_one_router, "ConfigMap agent: POINTSMAN_AGENT_ROUTERS does not name router-1"),
         (budget_for_nobody, "PodDisruptionBudget/router: selects no workload"),
