@@ -47,6 +47,36 @@ CUSTOM: dict[str, Mapping[str, strict_schemas.Object]] = {
     "inference.networking.k8s.io": gateway_api.SPECS,
     "gateway.networking.k8s.io": gateway_api.SPECS,
 }
+# Overlay, components added to it, and the values of the chart that do the same, after those of the overlay's file.
+COMPONENTS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
+    (
+        "ha",
+        ("external-redis", "tls", "ingress"),
+        {
+            "redis": {"kind": "external"},
+            "tls": {"enabled": True},
+            "ingress": {"enabled": True, "host": "llm.example.com"},
+        },
+    ),
+    ("gateway-api", ("tls", "two-routers"), {"router": {"replicas": 2}, "tls": {"enabled": True}}),
+    (
+        "external-engines",
+        ("engine-service", "tls", "monitoring"),
+        {
+            "engines": {"existing": {"addresses": [], "service": "models/vllm:8000"}},
+            "monitoring": {"enabled": True},
+            "tls": {"enabled": True},
+        },
+    ),
+    (
+        "gpu-per-node",
+        ("tls", "nvidia-runtime"),
+        {"engines": {"runtimeClassName": "nvidia"}, "tls": {"enabled": True}},
+    ),
+    ("gpu", ("kv-transfer", "rdma"), {"engines": {"kvTransfer": {"enabled": True, "protocol": "rdma"}}}),
+    ("single-node", ("autoscaling-keda",), {"engines": {"autoscaling": {"by": "keda"}}}),
+    ("single-node", ("autoscaling-hpa",), {"engines": {"autoscaling": {"by": "hpa"}}}),
+)
 # Components with certificates that make-certificates.sh creates.
 CERTIFIED = {"tls", "picker"}
 
@@ -122,14 +152,14 @@ def check_k8s(kustomization: Path, *components: str) -> list[str]:
     return problems or k8s.check(objects)
 
 
-def check_chart(overlay: str, *values: Mapping[str, Any]) -> list[str]:
-    """Return the problems of the chart with the values of `overlay` and `values`: Helm's, those of its objects' schemas, and of
-    its objects together with those that the chart leaves to the user."""
-    given = (yaml.safe_load((VALUES / f"{overlay}.yaml").read_text()), *values)
+def check_chart(overlay: str, *components: str, values: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
+    """Return the problems of the chart with the values of `overlay` and `values`, which do what `components` do: Helm's, those of
+    its objects' schemas, and of its objects together with those that the chart leaves to the user."""
+    given = (yaml.safe_load((VALUES / f"{overlay}.yaml").read_text()), values)
     try:
         problems = helm.lint(CHART, *given)
         objects = helm.template(CHART, *given)
-        others = helm.left_to_the_user(render(DEPLOY / "k8s/overlays" / overlay))
+        others = helm.left_to_the_user(render(DEPLOY / "k8s/overlays" / overlay, *components))
     except (ToolMissing, RuntimeError) as error:
         return [f"helm: {error}"]
     problems += [line for item in objects for line in schema_problems(item)]
@@ -138,17 +168,24 @@ def check_chart(overlay: str, *values: Mapping[str, Any]) -> list[str]:
 
 def schema_problems(item: dict[str, Any]) -> list[str]:
     """Return the violations of one object's schema; unknown fields and unknown kinds are problems."""
+    return list(_schema_problems(json.dumps(item, sort_keys=True)))
+
+
+# Overlays and charts have many objects in common.
+@functools.cache
+def _schema_problems(text: str) -> tuple[str, ...]:
+    item = json.loads(text)
     name = f"{item.get('kind')}/{item.get('metadata', {}).get('name')}"
     if (specs := CUSTOM.get(str(item.get("apiVersion")).partition("/")[0])) is not None:
-        return [f"{name}: {problem}" for problem in strict_schemas.problems(item, specs)]
+        return tuple(f"{name}: {problem}" for problem in strict_schemas.problems(item, specs))
     for version in KUBERNETES:
         try:
             kubernetes_validate.validate(item, version, strict=True)
         except kubernetes_validate.ValidationError as error:
-            return [f"{name}: {'.'.join(map(str, error.path))}: {error.message} (Kubernetes {version})"]
+            return (f"{name}: {'.'.join(map(str, error.path))}: {error.message} (Kubernetes {version})",)
         except kubernetes_validate.SchemaNotFoundError as error:
-            return [f"{name}: {error.message}"]
-    return []
+            return (f"{name}: {error.message}",)
+    return ()
 
 
 def check_compose(file: Path, *above: Path) -> list[str]:
@@ -211,18 +248,11 @@ def main() -> int:
     checks = {
         str(overlay.relative_to(ROOT)): check_k8s(overlay) for overlay in sorted((DEPLOY / "k8s/overlays").iterdir())
     }
-    for overlay, *components in (
-        ("ha", "external-redis"),
-        ("ha", "tls", "ingress"),
-        ("gateway-api", "tls", "two-routers"),
-        ("external-engines", "engine-service"),
-        ("gpu-per-node", "tls", "nvidia-runtime"),
-        ("gpu", "kv-transfer", "rdma"),
-        ("single-node", "autoscaling-keda"),
-        ("single-node", "autoscaling-hpa"),
-    ):
+    for overlay, components, values in COMPONENTS:
         name = f"deploy/k8s/overlays/{overlay}"
         checks[f"{name} with {', '.join(components)}"] = check_k8s(ROOT / name, *components)
+        same = f"{CHART.relative_to(ROOT)} as {overlay} with {', '.join(components)}"
+        checks[same] = check_chart(overlay, *components, values=values)
     for file in sorted(VALUES.iterdir()):
         checks[f"{CHART.relative_to(ROOT)} with {file.relative_to(ROOT)}"] = check_chart(file.stem)
     compose_file = DEPLOY / "compose/compose.yaml"

@@ -7,7 +7,6 @@ It has no controllers, so no pod starts, and no merge: an apply replaces the obj
 from __future__ import annotations
 
 import base64
-import functools
 import json
 import threading
 from collections.abc import Iterator
@@ -132,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(200, {"kind": "Status", "apiVersion": "v1", "status": "Success"})
 
     def _keep(self, path: str, item: dict[str, Any], status: int) -> None:
-        if problems := _problems(json.dumps(item)):
+        if problems := check_deploy.schema_problems(item):
             return self._fail(422, "Invalid", "; ".join(problems))
         with self.server.lock:
             if status == 201 and path in self.server.objects:
@@ -161,11 +160,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Not on stderr."""
-
-
-@functools.cache
-def _problems(item: str) -> list[str]:
-    return check_deploy.schema_problems(json.loads(item))
 
 
 def _secret(envelope: bytes) -> dict[str, Any]:

@@ -23,26 +23,7 @@ from tools.deploy_checks.kubectl import ensure_helm
 OVERLAYS = check_deploy.DEPLOY / "k8s/overlays"
 CHART = check_deploy.CHART
 VALUES = check_deploy.VALUES
-HOST = {"ingress": {"enabled": True, "host": "llm.example.com"}}
 TLS = {"tls": {"enabled": True}}
-# Overlay, components added to it, and the values that do the same, after those of the overlay's file.
-COMPONENTS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
-    ("ha", ("external-redis", "tls", "ingress"), {"redis": {"kind": "external"}, **TLS, **HOST}),
-    ("gateway-api", ("tls", "two-routers"), {"router": {"replicas": 2}, **TLS}),
-    (
-        "external-engines",
-        ("engine-service", "tls", "monitoring"),
-        {
-            "engines": {"existing": {"addresses": [], "service": "models/vllm:8000"}},
-            "monitoring": {"enabled": True},
-            **TLS,
-        },
-    ),
-    ("gpu-per-node", ("tls", "nvidia-runtime"), {"engines": {"runtimeClassName": "nvidia"}, **TLS}),
-    ("gpu", ("kv-transfer", "rdma"), {"engines": {"kvTransfer": {"enabled": True, "protocol": "rdma"}}}),
-    ("single-node", ("autoscaling-keda",), {"engines": {"autoscaling": {"by": "keda"}}}),
-    ("single-node", ("autoscaling-hpa",), {"engines": {"autoscaling": {"by": "hpa"}}}),
-]
 # Differences that are meant: a pattern of `helm.differences`, and the reason. See also helm.LEFT_TO_THE_USER.
 MEANT = {
     r"ConfigMap/agent(-prefill|-decode)?: only in .*": "one ConfigMap of agents for both roles",
@@ -67,7 +48,7 @@ def test_each_overlay_has_a_file_of_values() -> None:
 
 @pytest.mark.parametrize(
     ("overlay", "components", "values"),
-    [*((path.name, (), {}) for path in sorted(OVERLAYS.iterdir())), *COMPONENTS],
+    [*((path.name, (), {}) for path in sorted(OVERLAYS.iterdir())), *check_deploy.COMPONENTS],
     ids=lambda value: "+".join(value) if isinstance(value, tuple) else value if isinstance(value, str) else "",
 )
 def test_chart_makes_what_the_overlay_makes(overlay: str, components: tuple[str, ...], values: dict[str, Any]) -> None:
