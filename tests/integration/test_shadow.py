@@ -257,7 +257,7 @@ async def test_its_token_is_an_observers(monkeypatch: pytest.MonkeyPatch) -> Non
     await server.start()
     models_seen: asyncio.Queue[dict[str, ServedModel]] = asyncio.Queue()
     monkeypatch.setenv("POINTSMAN_OBSERVER_TOKEN", "S")
-    questions = FleetQueries(f"127.0.0.1:{server.port}", 0.05, "unified", {})
+    questions = FleetQueries(["127.0.0.1:1", f"127.0.0.1:{server.port}"], 0.05, "unified", {})
     watching = asyncio.create_task(questions.watch(models_seen.put))
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -99,6 +100,28 @@ def test_what_a_killed_demo_has_started_ends(tmp_path: Path) -> None:
         demo.kill()
         demo.wait(60.0)
     until(lambda: not any(map(alive, started)), within_s=30.0, what="the end of all that the demo has started")
+
+
+def test_up_prints_its_screen_at_any_port_of_all_interfaces(tmp_path: Path) -> None:
+    engine = free_port()
+    emulated = pointsman_process("engine", tmp_path, "emulate", "--port", str(engine))
+    nowhere = dict.fromkeys(("router-listen", "router-metrics", "agent-metrics", "console"), "127.0.0.1:0")
+    flags = {"engine": f"http://127.0.0.1:{engine}", "listen": ":0", "state-dir": tmp_path / "state", **nowhere}
+    up = pointsman_process("up", tmp_path, "up", flags=flags)
+    emulated.start()
+    try:
+        up.start()
+        until(lambda: "policy " in up.log.read_text(), within_s=60.0, what="the screen")
+        [url] = re.findall(r"OpenAI API   (\S+)   \(on all interfaces\)\n", up.log.read_text())
+        with urllib.request.urlopen(f"{url}/models", timeout=10) as answer:
+            assert json.load(answer)["data"]
+        assert "engines      1 of 1 ready\n" in up.log.read_text()
+        [router] = re.findall(r"--router (\S+)\)\n", up.log.read_text())
+        instances = [*pointsman_command("instances", "--router", router)]
+        assert f"127.0.0.1:{engine}" in subprocess.run(instances, capture_output=True, text=True, check=True).stdout
+    finally:
+        up.stop(within_s=40)
+        emulated.stop(within_s=40)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -53,7 +53,7 @@ class CalibrateSettings(MeasureSettings):
 
     url: str = Field("http://127.0.0.1:8080", description="base URL of the gateway")
     engines: Entries = Field(min_length=1, description="base URL of each engine behind the gateway (repeat)")
-    router: str = Field("", description="HOST:PORT of the router, for the live runs' bundles")
+    router: str = Field("", description="the router, as for `pointsman instances`, for the live runs' bundles")
     trace: Path = Field(TINY_TRACE, description="trace file")
     sessions: int = Field(0, ge=0, description="number of sessions used, the first ones of the trace; 0: all")
     token_scale: float = Field(0.08, gt=0, description="factor on prompt and answer lengths")

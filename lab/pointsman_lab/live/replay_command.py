@@ -21,6 +21,7 @@ from rich.progress import TaskID
 from pointsman.router.v1 import fleet_pb2
 from pointsman_common.core.enum_words import word
 from pointsman_common.io.auth import showing
+from pointsman_common.io.router_target import router_of
 from pointsman_common.io.settings import Tokens
 from pointsman_lab.live.fleet_watch import FleetError, FleetWatcher
 from pointsman_lab.live.latency_breakdown import break_down, parts, rule_of
@@ -67,8 +68,8 @@ class ReplaySettings(BaseSettings):
     tokenizer: Path = Field(TOKENIZER_DIR, description="tokenizer folder whose one-token words make up the prompts")
     router: str = Field(
         "",
-        description="HOST:PORT of a router that decisions, timeline and caches are read from (token as for "
-        "`pointsman instances`); default: none",
+        description="router, as for `pointsman instances`, that decisions, timeline and caches are read from, with the token "
+        "for that; default: none",
     )
     sample_s: float = Field(1.0, gt=0, description="interval between samples of the instances, in s")
     breakdown_file: Path | None = Field(
@@ -208,7 +209,9 @@ async def replay(
             replayed.interrupted = await _send_all(sender, sessions, begin)
             return replayed
         try:
-            watch = FleetWatcher(settings.router, showing(Tokens(), "operator"), settings.sample_s, sender.clock)
+            watch = FleetWatcher(
+                router_of(settings.router), showing(Tokens(), "operator"), settings.sample_s, sender.clock
+            )
             async with watch:
                 replayed.interrupted = await _send_all(sender, sessions, begin)
                 asked = [record.decision for record in sender.records if record.decision]

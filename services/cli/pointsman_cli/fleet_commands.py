@@ -65,6 +65,9 @@ GATEWAY = "http://127.0.0.1:8080"
 # Environment variable with a client's API key. There is no flag for the key, because all users of a machine can see flags.
 API_KEY = "POINTSMAN_API_KEY"
 
+# Why an answered request has no TTFT.
+UNTIMED = "the answer was not streamed; only streams have a first token"
+
 # In a pipe rich assumes 80 columns, which would fold the tables.
 console = Console(width=None if sys.stdout.isatty() else 180)
 
@@ -118,7 +121,7 @@ def instances(
             f"{status.report_age.ToMilliseconds() / 1e3:.1f} s ago",
             status.instance.incarnation[:12],
         )
-    console.print(table)
+    _print_rows(table)
     for line in absent_lines(answer):
         console.print(line, highlight=False, markup=False)
     for order in _orders_for_unknown(router):
@@ -183,6 +186,9 @@ def decisions(
     instance: Annotated[str, typer.Option(help="list those of this instance only")] = "",
     route_class: Annotated[str, typer.Option(help="light, medium or heavy")] = "",
     reason: Annotated[str, typer.Option(help="list those with this reason only (see pointsman policies)")] = "",
+    outcome: Annotated[str, typer.Option(help="open, ok, failed, rejected, cancelled or unknown")] = "",
+    tenant: Annotated[str, typer.Option(help="list those of this tenant only")] = "",
+    model: Annotated[str, typer.Option(help="list those of this model's pool only")] = "",
     since: Annotated[float | None, typer.Option(help="maximum age of a decision, in seconds")] = None,
     until: Annotated[float | None, typer.Option(help="minimum age of a decision, in seconds")] = None,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=1000, help="maximum number")] = 20,
@@ -191,11 +197,18 @@ def decisions(
     """List the newest decisions of all routers: where each request was placed, and why."""
     if context.invoked_subcommand is not None:
         return
-    classes = values(fleet_pb2.RouteClass)
-    if route_class.upper() not in classes:
-        fail(f"--route-class {route_class}: one of {', '.join(filter(None, classes))} is needed", UNUSABLE)
+    classes, outcomes = values(fleet_pb2.RouteClass), values(fleet_pb2.DecisionOutcome)
+    for flag, given, allowed in (("route-class", route_class, classes), ("outcome", outcome, outcomes)):
+        if given.upper() not in allowed:
+            fail(f"--{flag} {given}: one of {', '.join(filter(None, allowed))} is needed", UNUSABLE)
     wanted = fleet_pb2.DecisionFilter(
-        session_id=session, instance_id=instance, route_class=classes[route_class.upper()], reason=reason
+        session_id=session,
+        instance_id=instance,
+        route_class=classes[route_class.upper()],
+        reason=reason,
+        outcome=outcomes[outcome.upper()],
+        tenant=tenant,
+        model=model,
     )
     for bound, seconds in ((wanted.since, since), (wanted.until, until)):
         if seconds is not None:
@@ -223,7 +236,14 @@ def decisions(
             word(fleet_pb2.DecisionOutcome, listed.outcome),
             f"{done.timings.first_token_ms:,.0f} ms" if done.timings.first_token_ms else "-",
         )
-    console.print(table)
+    _print_rows(table)
+    if any(_ended_untimed(listed) for listed in answer.decisions):
+        console.print(f"TTFT -: {UNTIMED}", highlight=False)
+
+
+def _ended_untimed(decision: fleet_pb2.Decision) -> bool:
+    """Return whether a request was answered without a known TTFT."""
+    return decision.outcome == fleet_pb2.DECISION_OUTCOME_OK and not decision.finished.timings.first_token_ms
 
 
 def explain(
@@ -417,6 +437,8 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
         said = f"{done.cached_tokens:,}" if done.HasField("cached_tokens") else "nothing"
         own = f", {done.own_cached_tokens:,} of them by its own steps" if done.own_cached_tokens else ""
         first = f"{done.timings.first_token_ms:,.1f} ms" if done.timings.first_token_ms else "-"
+        if _ended_untimed(decision):
+            first += f" ({UNTIMED})"
         console.print(
             f"the engine said: {said} cached{own}; TTFT {first}, "
             f"done after {done.timings.done_ms:,.1f} ms, HTTP {done.http_status}{_ended_by(done)}"
@@ -464,6 +486,11 @@ def _http(url: str, body: bytes | None = None, headers: dict[str, str] | None = 
         fail(f"{url} answered {error.code}: {error.read(1_000).decode(errors='replace')}")
     except OSError as error:
         fail(f"{url}: {reason_of_request(error)}")
+
+
+def _print_rows(table: Table) -> None:
+    """Print a table, or "none" if nothing is in it."""
+    console.print(table if table.row_count else "none")
 
 
 def _table(*columns: str) -> Table:

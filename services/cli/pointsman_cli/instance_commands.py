@@ -17,6 +17,7 @@ from pointsman_common.io.whole_lists import whole
 TIMEOUT_S = 10.0
 WAIT_STEP_S = 0.5
 
+_TAKES_REQUESTS = (fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_SYNCING)
 _TAKES_NOTHING = (fleet_pb2.INSTANCE_STATE_DRAINING, fleet_pb2.INSTANCE_STATE_CORDONED)
 
 RouterFlag = Annotated[
@@ -24,7 +25,8 @@ RouterFlag = Annotated[
     typer.Option(
         envvar="POINTSMAN_ROUTER",
         callback=router_of,
-        help="HOST:PORT of a router, or of several with commas between: the first that can be reached is asked",
+        help="a router: HOST, HOST:PORT, a URL, unix:PATH or another target of gRPC; of several, with commas between, the first "
+        "that can be reached is asked",
     ),
 ]
 InstanceArgument = Annotated[str, typer.Argument(help="id of the instance, as `pointsman instances` lists it")]
@@ -57,6 +59,8 @@ def drain(
     answer = call(router, lambda fleet: fleet.Drain, request, TIMEOUT_S)
     status = at_owner(router, answer.instance)
     typer.echo(_now(status))
+    if not resume:
+        _warn_if_last(router, status, f"pointsman drain {instance_id} --resume")
     _say_if_alone(answer.this_replica_only)
     if move and not answer.moving:
         typer.echo("the router's version cannot move requests: they continue to their end", err=True)
@@ -176,9 +180,27 @@ def _order(router: str, instance_id: str, reason: str | None, **changes: Any) ->
     ordered = order_words(answer.order)
     if answer.HasField("instance"):
         typer.echo(_now(at_owner(router, answer.instance)) + (f" ({ordered})" if ordered else ""))
+        if changes.get("cordoned"):
+            _warn_if_last(router, answer.instance, f"pointsman uncordon {instance_id}")
     else:
         typer.echo(f"{instance_id}: no agent reports it ({ordered or 'it has no orders'})")
     _say_if_alone(answer.this_replica_only)
+
+
+def _warn_if_last(router: str, status: fleet_pb2.InstanceStatus, remedy: str) -> None:
+    """Warn on stderr if no instance of the pool of `status`, which takes nothing new from now on, is ready."""
+    model = status.instance.model
+    listed = whole(
+        lambda request: call(router, lambda fleet: fleet.ListInstances, request, TIMEOUT_S),
+        fleet_pb2.ListInstancesRequest(model=model),
+        "instances",
+    )
+    if not any(other.state in _TAKES_REQUESTS for other in listed.instances):
+        typer.echo(
+            f"warning: no instance of {model} is ready now: new requests for it may get 503, until one is or until you run "
+            f"`{remedy}`",
+            err=True,
+        )
 
 
 def _emptied(router: str, status: fleet_pb2.InstanceStatus, wait_s: float) -> bool:

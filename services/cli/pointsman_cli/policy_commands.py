@@ -11,7 +11,8 @@ from google.protobuf import duration_pb2, json_format
 from pointsman.router.v1 import fleet_pb2
 from pointsman_cli.all_routers import of_its_router, what_if_newest
 from pointsman_cli.installed_policies import installed_policies
-from pointsman_cli.router_call import DEFAULT_ROUTER, call, fail
+from pointsman_cli.instance_commands import RouterFlag
+from pointsman_cli.router_call import DEFAULT_ROUTER, call, fail, router_of
 from pointsman_common.core.enum_words import word
 from pointsman_router.core.analysis.decision_replay import admission_differences, differences, inputs_digest, redecide
 from pointsman_router.core.policy.base import SettingError
@@ -80,7 +81,7 @@ def what_if(
     ] = "",
     last: Annotated[int, typer.Option(min=1, max=1000, help="number of the newest decisions to make again")] = 1,
     settings: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE of a policy setting")] = None,
-    router: Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router")] = DEFAULT_ROUTER,
+    router: RouterFlag = DEFAULT_ROUTER,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of lines")] = False,
 ) -> None:
     """Show where past requests would have been placed under another policy.
@@ -137,7 +138,10 @@ def set_policy(
     ] = None,
     router: Annotated[
         list[str] | None,
-        typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router; routers that share its Redis follow it"),
+        typer.Option(
+            envvar="POINTSMAN_ROUTER",
+            help="a router, in the forms that `pointsman instances` takes; routers that share its Redis follow it",
+        ),
     ] = None,
 ) -> None:
     """Change the policy of a router and of all routers that share its Redis.
@@ -146,7 +150,7 @@ def set_policy(
     settings.
     """
     request = fleet_pb2.SetPolicyRequest(policy=_policy(policy, settings))
-    for address in router or [DEFAULT_ROUTER]:
+    for address in map(router_of, router or [DEFAULT_ROUTER]):
         answer = call(address, lambda fleet: fleet.SetPolicy, request, TIMEOUT_S)
         values = json_format.MessageToDict(answer.policy.settings)
         typer.echo(f"{address}: {answer.policy.name}" + "".join(f" {name}={values[name]}" for name in sorted(values)))

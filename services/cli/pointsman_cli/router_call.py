@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import socket
 import sys
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
@@ -12,15 +10,12 @@ import grpc
 import typer
 
 from pointsman.router.v1 import fleet_pb2_grpc
-from pointsman_common.core.addresses import parse_address
+from pointsman_common.io import router_target
 from pointsman_common.io.auth import bearer
 from pointsman_common.io.channel import open_blocking_channel
 from pointsman_common.io.settings import Tokens
 
 DEFAULT_ROUTER = "127.0.0.1:50051"
-ROUTER_PORT = 50051
-# Timeout of a connection when one of several routers is chosen, s.
-CONNECT_S = 2.0
 # What gRPC's details of UNAVAILABLE contain -> what that means.
 _UNREACHED = (
     ("Connection refused", "nothing listens there"),
@@ -77,10 +72,9 @@ def dial(router: str) -> grpc.Channel:
 def credentials() -> tuple[tuple[str, str], ...]:
     """Return metadata with the operator's token, else with the observer's, which permits only queries; empty without either. Ends
     the program with status 2 if a token's file cannot be read."""
-    tokens = Tokens()
     for role in ("operator", "observer"):
         try:
-            if token := tokens.of(role):
+            if token := Tokens.from_environment().of(role):
                 return bearer(token)
         except (OSError, ValueError) as error:
             fail(f"the {role}'s token: {error}", UNUSABLE)
@@ -108,27 +102,11 @@ def sentence(error: grpc.RpcError) -> str:
 
 
 def router_of(text: str) -> str:
-    """Return HOST:PORT of a router from what a user gives: HOST, HOST:PORT, a URL, or several with commas between. Of several the
-    first counts that accepts a connection."""
-    routers = [_with_port(part.strip()) for part in text.split(",") if part.strip()]
-    if not routers:
-        raise typer.BadParameter("HOST:PORT is needed")
-    if len(routers) == 1:
-        return routers[0]
-    for router in routers:
-        try:
-            address = parse_address(router)
-            socket.create_connection((address.host, address.port), CONNECT_S).close()
-        except (OSError, ValueError):
-            continue
-        return router
-    return routers[0]
-
-
-def _with_port(router: str) -> str:
-    router = re.sub(r"^(https?|grpcs?)://([^/]+)/*$", r"\2", router)
-    # A resolver's name, such as dns:///HOST:PORT, stays.
-    return router if "/" in router or re.search(r":\d+$", router) else f"{router}:{ROUTER_PORT}"
+    """Return the target of the router that a flag names (pointsman_common.io.router_target). Raises BadParameter."""
+    try:
+        return router_target.router_of(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def url_of(text: str) -> str:

@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,16 +31,19 @@ from pointsman_agent.io.settings import AgentSettings
 from pointsman_cli.doctor import KV_EVENTS_FLAGS
 from pointsman_cli.installed_policies import installed_policies
 from pointsman_cli.local_engines import find_engines
+from pointsman_cli.router_call import DEFAULT_ROUTER
 from pointsman_common.core.addresses import parse_address
 from pointsman_common.io.child_command import pointsman_child
 from pointsman_common.io.listen_errors import reason_of
 from pointsman_common.io.listening import bound_socket
 from pointsman_common.io.settings import (
+    EMPTY_PATH,
     Entries,
     HostPort,
     InvalidSetting,
     OptionalHostPort,
     by_name,
+    empty_paths,
     holder_of,
     unreadable_field,
 )
@@ -136,6 +140,7 @@ def run_up(settings: UpSettings) -> None:
         for problem in taken:
             typer.echo(f"pointsman up: {problem}", err=True)
         raise typer.Exit(1)
+    settings = with_ports(settings)
     signals, children = Signals(), ChildProcesses()
     try:
         names, variables = services(settings, os.environ)
@@ -174,6 +179,8 @@ def check(settings: UpSettings) -> None:
     own = {variable: name for name, variable in PARTS_OWN.items()}
     for kind in (AgentSettings, RouterSettings, GatewaySettings):
         prefix = str(kind.model_config["env_prefix"])
+        for field in empty_paths(kind):
+            raise _in_words_of_up(settings, kind, own, field, EMPTY_PATH)
         given: dict[str, Any] = {
             name.removeprefix(prefix).lower(): value for name, value in variables.items() if name.startswith(prefix)
         }
@@ -240,13 +247,31 @@ def unusable_addresses(settings: UpSettings) -> list[str]:
     return found
 
 
+def with_ports(settings: UpSettings) -> UpSettings:
+    """Return `settings` with a free port in the place of each port 0: the services, and `up` itself, must know each other's."""
+    with ExitStack() as held:
+        chosen = {}
+        for name, text in _addresses(settings):
+            address = parse_address(text)
+            if not address.port:
+                # Held until all are chosen, so that no port is chosen twice.
+                free = held.enter_context(bound_socket(address))
+                chosen[name] = str(address._replace(port=free.getsockname()[1]))
+    return settings.model_copy(update=chosen)
+
+
+def _reached(listen: str) -> str:
+    """Return HOST:PORT at which this machine reaches what listens at HOST:PORT."""
+    return str(parse_address(listen).to_connect)
+
+
 class LocalFleet:
     """What the services of `up` tell of themselves over HTTP."""
 
     def __init__(self, settings: UpSettings) -> None:
         scheme = "https" if os.environ.get("POINTSMAN_GATEWAY_TLS_CERT") else "http"
-        self.gateway_url = f"{scheme}://{settings.listen}"
-        self._agent_url = f"http://{settings.agent_metrics}" if settings.agent_metrics else ""
+        self.gateway_url = f"{scheme}://{_reached(settings.listen)}"
+        self._agent_url = f"http://{_reached(settings.agent_metrics)}" if settings.agent_metrics else ""
         self._engines = settings.engine
 
     def health(self) -> tuple[int, dict[str, Any]]:
@@ -299,13 +324,16 @@ def screen(settings: UpSettings, fleet: LocalFleet) -> Iterator[str]:
     """Yield what is printed when the services run: addresses, engines, policy, and what is missing, with its flag."""
     status, health = fleet.health()
     engines = fleet.engines()
+    everywhere = "   (on all interfaces)" if parse_address(settings.listen).is_wildcard else ""
     refuses = "" if status == 200 else "   (answers 503 until an engine is ready)"
-    yield f"OpenAI API   {fleet.gateway_url}/v1{refuses}"
+    yield f"OpenAI API   {fleet.gateway_url}/v1{everywhere}{refuses}"
     if settings.picker:
         yield f"picker       {settings.picker}   (for an Envoy: docs/gateway-api.md)"
-    yield f"router gRPC  {settings.router_listen}   (pointsman instances, decisions, explain)"
+    router = _reached(settings.router_listen)
+    given = "" if router == DEFAULT_ROUTER else f" with --router {router}"
+    yield f"router gRPC  {router}   (pointsman instances, decisions, explain{given})"
     if settings.console:
-        yield f"console      {'https' if TlsSettings().cert else 'http'}://{settings.console}"
+        yield f"console      {'https' if TlsSettings().cert else 'http'}://{_reached(settings.console)}"
     for number, line in enumerate(engine_lines(engines)):
         yield f"{'' if number else 'engines':13}{line}"
     models: dict[str, Any] = health.get("models", {})
@@ -336,7 +364,7 @@ def services(settings: UpSettings, environment: Mapping[str, str]) -> tuple[list
     Several gateway processes cannot share a router's process, so that the gateway is a service of its own then.
     """
     variables = {variable: _text(getattr(settings, name)) for name, variable in PARTS_OWN.items()}
-    variables["POINTSMAN_AGENT_ROUTERS"] = variables["POINTSMAN_GATEWAY_ROUTERS"] = settings.router_listen
+    variables["POINTSMAN_AGENT_ROUTERS"] = variables["POINTSMAN_GATEWAY_ROUTERS"] = _reached(settings.router_listen)
     given = "log_level" in settings.model_fields_set
     variables |= {level: settings.log_level for level in LOG_LEVELS if given or level not in environment}
     several = environment.get("POINTSMAN_GATEWAY_PROCESSES", "1") != "1"

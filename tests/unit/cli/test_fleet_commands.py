@@ -36,6 +36,10 @@ COMMANDS = (
         ({"TLS_CERT": "garbage.pem"}, "belong together"),
         ({"TLS_CERT": "garbage.pem", "TLS_KEY": "garbage.pem"}, "TLS to router"),
         ({"TOKEN_DIR": "tokens"}, "the operator's token"),
+        (
+            {"TOKEN_DIR": "none"},
+            "none: it has none of the files agent, gateway, operator, observer: write a token into one",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_said(
@@ -44,6 +48,7 @@ def test_what_cannot_be_used_is_said(
     (tmp_path / "garbage.pem").write_text("no certificate")
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens/operator").write_bytes(b"\xff\xfe")
+    (tmp_path / "none").mkdir()
     for name, file in variables.items():
         monkeypatch.setenv(f"POINTSMAN_{name}", str(tmp_path / file))
     app = typer.Typer()
@@ -53,6 +58,16 @@ def test_what_cannot_be_used_is_said(
     assert done.exit_code == 2
     assert done.output.startswith("pointsman: ")
     assert said in done.output
+
+
+@pytest.mark.parametrize("text", ["", " "])
+def test_an_empty_folder_of_tokens_is_not_one_without_tokens(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POINTSMAN_TOKEN_DIR", text)
+    app = typer.Typer()
+    fleet_commands.add_fleet_commands(app)
+    done = CliRunner().invoke(app, ["instances", "--router", "127.0.0.1:1"])
+    assert done.exit_code == 2
+    assert "POINTSMAN_TOKEN_DIR: it is set, but empty: give a path, or do not set it" in done.output
 
 
 def test_a_route_class_that_there_is_not_is_said() -> None:
@@ -70,7 +85,7 @@ def test_a_route_class_that_there_is_not_is_said() -> None:
         ([], ["OBSERVER"], "OBSERVER of the environment"),
         (["observer", "operator"], [], "operator of the folder"),
         (["observer"], ["OPERATOR"], "OPERATOR of the environment"),
-        ([], [], ""),
+        (["agent"], [], ""),
     ],
 )
 def test_who_has_an_observer_s_token_alone_shows_that(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 import typer
@@ -25,6 +26,12 @@ from tests.support.processes.process import free_port
         ("[::1]:7", "[::1]:7"),
         ("[::1]", "[::1]:50051"),
         ("dns:///r:50051", "dns:///r:50051"),
+        ("unix:/run/router.sock", "unix:/run/router.sock"),
+        ("unix:router.sock", "unix:router.sock"),
+        ("unix-abstract:router", "unix-abstract:router"),
+        ("ipv4:10.0.0.7:50051,10.0.0.8:50051", "ipv4:10.0.0.7:50051,10.0.0.8:50051"),
+        ("ipv6:[::1]:50051,[::2]:50051", "ipv6:[::1]:50051,[::2]:50051"),
+        ("unix:50051", "unix:50051"),
     ],
 )
 def test_a_router_is_given_in_several_forms(given: str, router: str) -> None:
@@ -37,6 +44,32 @@ def test_of_several_routers_the_first_that_can_be_reached_is_asked() -> None:
         assert router_of(f"127.0.0.1:{free_port()}, {there}") == there
     gone = f"127.0.0.1:{free_port()}"
     assert router_of(f"{gone},127.0.0.1:{free_port()}") == gone
+
+
+def test_one_of_several_may_be_a_socket_s_file(tmp_path: Path) -> None:
+    gone = f"127.0.0.1:{free_port()}"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "router"))
+        assert router_of(f"{gone},unix://{tmp_path}/none,unix:{tmp_path}/router") == gone
+        server.listen()
+        for form in ("unix:", "unix://"):
+            assert router_of(f"{gone},unix:{tmp_path}/none,{form}{tmp_path}/router") == f"{form}{tmp_path}/router"
+    with socket.create_server(("127.0.0.1", 0)) as tcp:
+        there = f"dns:///127.0.0.1:{tcp.getsockname()[1]}"
+        assert router_of(f"{gone},{there}") == there
+
+
+@pytest.mark.parametrize("command", [["what-if", "--policy", "sticky"], ["set-policy", "sticky"], ["instances"]])
+def test_every_command_takes_the_same_forms(command: list[str], tmp_path: Path) -> None:
+    app = typer.Typer()
+    fleet_commands.add_fleet_commands(app)
+    for given, router in (
+        (f"unix:{tmp_path}/none", f"unix:{tmp_path}/none"),
+        (f"http://127.0.0.1:{(port := free_port())}", f"127.0.0.1:{port}"),
+        (f"ipv4:127.0.0.1:{port},127.0.0.1:{port}", f"ipv4:127.0.0.1:{port},127.0.0.1:{port}"),
+    ):
+        done = CliRunner().invoke(app, [*command, "--router", given])
+        assert done.output.startswith(f"pointsman: router {router} cannot be reached: "), done.output
 
 
 def test_a_gateway_is_a_url_or_an_address() -> None:

@@ -20,6 +20,7 @@ from pointsman_cli.up import (
     services,
     stopping_line,
     unusable_addresses,
+    with_ports,
 )
 from pointsman_common.io.settings import InvalidSetting, holder_of
 from pointsman_gateway.io.settings import GatewaySettings
@@ -91,6 +92,7 @@ def test_the_demo_passes_on_what_was_given(monkeypatch: pytest.MonkeyPatch) -> N
         ({"tokenizer": ["m=/nowhere"]}, {}, "--tokenizer: m: /nowhere has no tokenizer.json that can be read"),
         ({"state_dir": "/dev/null/x"}, {}, "--state-dir: /dev/null/x cannot be written: Not a directory"),
         ({}, {"POINTSMAN_ROUTER_QUEUE_SIZE": "-3"}, "POINTSMAN_ROUTER_QUEUE_SIZE: "),
+        ({}, {"POINTSMAN_GATEWAY_API_KEYS_FILE": ""}, "POINTSMAN_GATEWAY_API_KEYS_FILE: it is set, but empty"),
         ({}, {"POINTSMAN_AGENT_SCRAPE_INTERVAL_S": "x"}, "POINTSMAN_AGENT_SCRAPE_INTERVAL_S: "),
     ],
 )
@@ -148,6 +150,21 @@ def test_the_screen_names_what_is_missing_and_the_flag_that_mends_it() -> None:
     assert "--kv-events-config" in text
     assert "--tokenizer m=FOLDER" in text
     assert "(answers 503 until an engine is ready)" in "\n".join(screen(settings, Told(settings, [absent], {})))
+
+
+def test_an_address_without_a_host_or_a_port_is_one_that_can_be_reached() -> None:
+    given = UpSettings(engine=[ENGINE], listen=":0", router_listen="0.0.0.0:0", agent_metrics="[::]:9101", console="")
+    settings = with_ports(given)
+    ports = [int(text.rpartition(":")[2]) for text in (settings.listen, settings.router_listen)]
+    assert all(ports)
+    assert ports[0] != ports[1]
+    assert (settings.listen, settings.router_listen) == (f":{ports[0]}", f"0.0.0.0:{ports[1]}")
+    _, variables = services(settings, {})
+    assert variables["POINTSMAN_GATEWAY_LISTEN"] == settings.listen
+    assert variables["POINTSMAN_AGENT_ROUTERS"] == f"localhost:{ports[1]}"
+    first, second, *_ = screen(settings, Told(settings, [], {"m": {"exact": True, "reason": ""}}))
+    assert first == f"OpenAI API   http://localhost:{ports[0]}/v1   (on all interfaces)"
+    assert f"localhost:{ports[1]}   (pointsman instances, decisions, explain with --router localhost" in second
 
 
 def test_what_a_stop_waits_for() -> None:

@@ -322,3 +322,7 @@ async def test_bound_tokens_are_read_again(tmp_path: Path) -> None:
 def test_a_folder_of_tokens_that_is_not_there_is_not_one_without_tokens(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"POINTSMAN_TOKEN_DIR {tmp_path}/absent: there is no such folder"):
         TokenInterceptor(Tokens(token_dir=tmp_path / "absent"))
+    (tmp_path / "agent.txt").write_text("secret")
+    with pytest.raises(ValueError, match=f"POINTSMAN_TOKEN_DIR {tmp_path}: it has none of the files agent, gateway"):
+        TokenInterceptor(Tokens(token_dir=tmp_path))
+    assert not TokenInterceptor(Tokens(token_dir=tmp_path, operator_token="O")).open

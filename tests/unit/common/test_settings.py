@@ -140,6 +140,26 @@ def test_a_variable_that_all_services_read_may_be_misspelt(line: Line, monkeypat
     )
 
 
+@pytest.mark.parametrize("name", ["TRACK_FILE", "TOKEN_DIR", "TLS_CA"])
+@pytest.mark.parametrize("text", ["", "  "])
+def test_a_path_that_is_set_to_nothing_is_an_error(
+    line: Line, name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would count as the working directory, or as not set: a server would let everybody in."""
+    monkeypatch.setenv(f"POINTSMAN_{name}", text)
+    done = line()
+    told = f"pointsman track: POINTSMAN_{name}: it is set, but empty: give a path, or do not set it\n"
+    assert (done.exit_code, done.stderr) == (2, told)
+    assert line.ran == []
+
+
+def test_a_flag_of_a_path_that_is_empty_is_an_error(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POINTSMAN_TRACK_FILE", "a")
+    assert line("--file", "").stderr.startswith("pointsman track: --file: it is set, but empty")
+    monkeypatch.setenv("POINTSMAN_TRACK_FILE", "")
+    assert line("--file", "a").exit_code == 0
+
+
 def test_a_flag_of_a_former_setting_is_told_with_its_value(line: Line) -> None:
     done = line("--gauge", "1000")
     assert (done.exit_code, done.stderr) == (

@@ -31,6 +31,11 @@ class Address(NamedTuple):
         return self.host in _EVERY_HOST
 
     @property
+    def to_connect(self) -> Address:
+        """Where a client on this machine reaches a server there."""
+        return Address("localhost", self.port) if self.is_wildcard else self
+
+    @property
     def to_listen(self) -> tuple[str | None, int]:
         """Host and port for asyncio's servers. [::] means both families, as for gRPC and ZMQ; asyncio would take IPv6 alone."""
         return (None if self.host in ("", "::") else self.host), self.port

@@ -93,22 +93,40 @@ class Tokens(BaseSettings):
         "line: both are accepted, the first is sent; read again when they change",
     )
 
+    @classmethod
+    def from_environment(cls) -> Tokens:
+        """Return the tokens for a program that has not called load_settings. Raises ValueError if token_dir is empty."""
+        for field in empty_paths(cls):
+            raise ValueError(f"{holder_of(cls, field)}: {EMPTY_PATH}")
+        return cls()
+
     def reader(self, role: str) -> RoleTokens:
         """Return a reader of the tokens of `role` (agent, gateway, operator or observer), which follows changes of the file.
 
         A file in token_dir takes precedence over the environment. Raises OSError and ValueError, with the file's name, if the
-        file cannot be used.
+        file cannot be used, or if token_dir has no file of any role and there is no other token.
         """
-        # Without tokens everybody is let in, so a folder that is not there must not count as one without tokens.
-        if self.token_dir is not None and not self.token_dir.is_dir():
-            raise ValueError(f"POINTSMAN_TOKEN_DIR {self.token_dir}: there is no such folder")
-        secret: SecretStr = getattr(self, f"{role}_token")
+        # Without tokens everybody is let in, so a wrong folder must not count as none.
+        if self.token_dir is not None:
+            if not self.token_dir.is_dir():
+                raise ValueError(f"POINTSMAN_TOKEN_DIR {self.token_dir}: there is no such folder")
+            roles = [name.removesuffix("_token") for name in type(self).model_fields if name.endswith("_token")]
+            found = [name for name in roles if (self.token_dir / name).is_file() or self._fixed(name)]
+            if not found:
+                raise ValueError(
+                    f"POINTSMAN_TOKEN_DIR {self.token_dir}: it has none of the files {', '.join(roles)}: write a token into one, "
+                    "or do not set it"
+                )
         file = None if self.token_dir is None else self.token_dir / role
-        return RoleTokens(file if file is not None and file.is_file() else None, secret.get_secret_value())
+        return RoleTokens(file if file is not None and file.is_file() else None, self._fixed(role))
 
     def of(self, role: str) -> str:
         """Return the token that `role` sends now; empty if it has none. Raises as `reader`."""
         return self.reader(role).shown
+
+    def _fixed(self, role: str) -> str:
+        secret: SecretStr = getattr(self, f"{role}_token")
+        return secret.get_secret_value()
 
 
 class RoleTokens:
@@ -169,6 +187,8 @@ class InvalidSetting(Exception):
         self.field, self.message = field, message
 
 
+# What is told of a path that is set and empty.
+EMPTY_PATH = "it is set, but empty: give a path, or do not set it"
 _METAVARS = {int: "INT", float: "FLOAT", Path: "PATH"}
 
 
@@ -215,6 +235,13 @@ def load_settings(command: str, settings: type[S], **given: Any) -> S:
     with the flag or variable that holds it. A variable that no setting reads is told on stderr."""
     for line in _unread_variables(settings):
         typer.echo(f"{command}: {line}", err=True)
+    all_kinds: list[type[BaseSettings]] = [Tokens, *_shared_kinds()]
+    empty = [holder_of(settings, name, given) for name in empty_paths(settings, given)]
+    empty += [holder_of(kind, name) for kind in all_kinds for name in empty_paths(kind)]
+    for holder in empty:
+        typer.echo(f"{command}: {holder}: {EMPTY_PATH}", err=True)
+    if empty:
+        raise typer.Exit(2)
     try:
         return settings(**given)
     except ValidationError as invalid:
@@ -226,6 +253,17 @@ def load_settings(command: str, settings: type[S], **given: Any) -> S:
         message = f"{holder_of(settings, field)}: no JSON text" if field else unreadable
         typer.echo(f"{command}: {message}", err=True)
         raise typer.Exit(2) from None
+
+
+def empty_paths(settings: type[BaseSettings], given: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """Yield the fields of a path that the flags `given` or a variable sets to nothing. It would count as the working directory,
+    or as not set, and a server with secrets would be one without."""
+    flags, environment = given or {}, {name.upper(): value for name, value in os.environ.items()}
+    for name, field in settings.model_fields.items():
+        if Path in (field.annotation, *get_args(field.annotation)):
+            value = flags[name] if name in flags else environment.get(holder_of(settings, name))
+            if isinstance(value, str) and not value.strip():
+                yield name
 
 
 def unreadable_field(error: SettingsError) -> str:
@@ -278,8 +316,7 @@ def _unread_variables(settings: type[BaseSettings]) -> Iterator[str]:
     """Yield a line for each variable that looks like one of `settings`, or of those of all services, and is none."""
     kinds = list(_loaded_kinds(BaseSettings))
     known = {_variable(kind, name) for kind in kinds for name in kind.model_fields} | _OF_ENGINES
-    shared = {kind for kind in kinds if kind.__module__.startswith("pointsman_common.") and kind is not Tokens}
-    prefixes = {kind.model_config["env_prefix"] for kind in (settings, *shared)}
+    prefixes = {kind.model_config["env_prefix"] for kind in (settings, *_shared_kinds())}
     removed = {_variable(settings, name): value for name, value in getattr(settings, "REMOVED", {}).items()}
     for name in sorted(map(str.upper, os.environ)):
         prefix = next(filter(name.startswith, filter(None, prefixes)), "")
@@ -291,6 +328,12 @@ def _unread_variables(settings: type[BaseSettings]) -> Iterator[str]:
         fields = [of.removeprefix(prefix) for of in known if of.startswith(prefix)]
         nearest = difflib.get_close_matches(name.removeprefix(prefix), fields, n=1, cutoff=_NEAR)
         yield f"{name} has no effect: it is no setting" + (f"; is {prefix}{nearest[0]} meant?" if nearest else "")
+
+
+def _shared_kinds() -> list[type[BaseSettings]]:
+    """Return the settings that services share and that have a prefix of their own."""
+    kinds = _loaded_kinds(BaseSettings)
+    return [kind for kind in kinds if kind.__module__.startswith("pointsman_common.") and kind is not Tokens]
 
 
 def _loaded_kinds(of: type[BaseSettings]) -> Iterator[type[BaseSettings]]:

@@ -6,7 +6,8 @@ Only the router's FleetService is called. Its Explain reserves nothing. The role
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,23 +80,27 @@ class ServedModel:
 
 
 class FleetQueries:
-    """Client of one router's FleetService."""
+    """Client of the FleetService of one router at a time: of the next one when it does not answer."""
 
-    def __init__(self, address: str, every_s: float, policy: str, policy_settings: Mapping[str, Any]) -> None:
-        """Raises ValueError or OSError for TLS settings or a token that cannot be used."""
-        self._address = address
+    def __init__(self, routers: Sequence[str], every_s: float, policy: str, policy_settings: Mapping[str, Any]) -> None:
+        """`routers`: gRPC's targets. Raises ValueError or OSError for TLS settings or a token that cannot be used."""
+        self._routers = deque(routers)
         self._every_s = every_s
         self._policy = fleet_pb2.Policy(name=policy)
         self._policy.settings.update(policy_settings)
-        self._channel = open_channel(address)
-        self._fleet = fleet_pb2_grpc.FleetServiceStub(self._channel)
+        self._channels = {router: open_channel(router) for router in routers}
         self._metadata = showing(Tokens(), "observer")
         self._counters: dict[tuple[str, str], _Counter] = {}
         self.totals = LivePlacementTotals()
 
     async def close(self) -> None:
-        """Close the channel."""
-        await self._channel.close(None)
+        """Close the channels."""
+        for channel in self._channels.values():
+            await channel.close(None)
+
+    @property
+    def _fleet(self) -> fleet_pb2_grpc.FleetServiceAsyncStub:
+        return fleet_pb2_grpc.FleetServiceStub(self._channels[self._routers[0]])
 
     async def watch(self, on_models: Callable[[dict[str, ServedModel]], Awaitable[None]]) -> None:
         """Query the instances periodically until cancelled, and pass their models to `on_models`."""
@@ -109,8 +114,9 @@ class FleetQueries:
                 )
             except grpc.aio.AioRpcError as error:
                 if not away:
-                    log.warning("the router does not answer", router=self._address, error=error.code().name)
+                    log.warning("the router does not answer", router=self._routers[0], error=error.code().name)
                 away = True
+                self._routers.rotate(-1)
             else:
                 away = False
                 self._count(answer)

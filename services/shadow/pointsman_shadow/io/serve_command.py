@@ -16,6 +16,7 @@ import typer
 import uvloop
 
 from pointsman_common.core.addresses import parse_address
+from pointsman_common.core.router_targets import router_targets
 from pointsman_common.io.listen_errors import listening
 from pointsman_common.io.logs import configure_logs
 from pointsman_gateway.core.http_message import Headers
@@ -59,7 +60,9 @@ class ShadowService:
         self.handler = MirrorHandler(self._backlog, self.telemetry, self.summary)
         self._fleet: FleetQueries | None = None
         if settings.router:
-            self._fleet = FleetQueries(settings.router, ASK_EVERY_S, settings.policy, settings.policy_map())
+            self._fleet = FleetQueries(
+                router_targets(settings.router), ASK_EVERY_S, settings.policy, settings.policy_map()
+            )
         elif not settings.instances or not settings.tokenizers:
             raise ValueError("instances, tokenizers: both must be given unless a router reports the engines")
         for model in settings.tokenizer_map():

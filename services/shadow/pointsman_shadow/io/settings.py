@@ -104,7 +104,8 @@ class ServeSettings(ModelSettings):
     )
     window_s: float = Field(600.0, gt=0, description="maximum wait for a request's line in the access log, in seconds")
     router: str = Field(
-        "", description="HOST:PORT of a Pointsman router that places nothing, whose agents monitor the engines"
+        "",
+        description="Pointsman router, as for `pointsman instances`, that places nothing, whose agents monitor the engines",
     )
     max_body_bytes: int = Field(32 << 20, gt=0, description="maximum size of a request body, in bytes")
     report_interval_s: float = Field(
