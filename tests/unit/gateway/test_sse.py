@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pointsman_gateway.core.api import Endpoint, ErrorFormat, begins_with_error, redact_error_event
+from pointsman_gateway.core.request.own_prefills import OwnPrefills
 from pointsman_gateway.core.streaming import sse
 from pointsman_gateway.core.streaming.parse_stream_end import StreamEnd, Usage
-from pointsman_gateway.core.streaming.sse import MAX_HELD_BYTES, SseFilter
+from pointsman_gateway.core.streaming.sse import MAX_CORRECTED_BYTES, MAX_HELD_BYTES, SseFilter
 from pointsman_gateway.core.streaming.stream_tail import TAIL_BYTES
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
@@ -60,6 +62,47 @@ def test_only_whole_events_go_out_until_one_is_too_long_to_wait_for() -> None:
     assert events.feed(b"data: [DONE]\n") == b""
     assert events.flush() == b"data: [DONE]\n"
     assert events.mid_event
+
+
+def completed(size: int, cached: int) -> bytes:
+    """The last event of a response, with an answer of `size` bytes."""
+    usage = {"input_tokens": 1200, "input_tokens_details": {"cached_tokens": cached}, "output_tokens": 3}
+    response = {
+        "id": "r",
+        "status": "completed",
+        "output": [{"type": "message", "text": "x" * size}],
+        "usage": usage,
+        "user": None,
+    }
+    data = json.dumps({"type": "response.completed", "sequence_number": 9, "response": response}, separators=(",", ":"))
+    return b"event: response.completed\ndata: %b\n\n" % data.encode()
+
+
+@pytest.mark.parametrize("cut", [1, 40, 70, 90, 120])
+def test_usage_of_a_long_last_event_is_corrected_wherever_it_is_cut(cut: int) -> None:
+    """`cut` bytes before its end: behind, within and before the usage."""
+    own = OwnPrefills()
+    own.begun("a", 1000, 16)
+    own.ended("a", 1000, 0, 16)
+    events = SseFilter(Endpoint.RESPONSES)
+    events.correct_usage = partial(own.corrected_events, "a")
+    before, after = completed(200_000, 992), completed(200_000, 16)
+    pieces = cut_up(before, [65_000, 65_000, 65_000, len(before) - 195_000 - cut])
+    assert b"".join(map(events.feed, pieces)) + events.flush() == after
+    assert events.stream_end() == StreamEnd(True, Usage(1200, 992, 3, "stop"), "", 9)
+
+
+def test_a_last_event_that_is_too_long_to_hold_has_the_engines_usage() -> None:
+    events = SseFilter(Endpoint.RESPONSES)
+    events.correct_usage = lambda piece: piece.replace(b"992", b"16")
+    before = completed(MAX_CORRECTED_BYTES, 992)
+    out, held = [], 0
+    for piece in cut_up(before, [65_536] * (len(before) // 65_536)):
+        out.append(events.feed(piece))
+        held = max(held, len(events._held))
+    assert held <= MAX_CORRECTED_BYTES
+    assert len(b"".join(out)) >= MAX_CORRECTED_BYTES
+    assert events.stream_end().complete
 
 
 def test_an_early_end_and_an_engines_own_error_are_seen() -> None:

@@ -26,6 +26,9 @@ from pointsman_gateway.core.streaming.stream_tail import StreamTail
 
 # Maximum size of a held incomplete event, bytes. A longer one is sent in parts.
 MAX_HELD_BYTES = 64 << 10
+# The same where usage is corrected, which needs the whole event: the last one of a response has all of the answer. Usage in a
+# longer event is the engine's.
+MAX_CORRECTED_BYTES = 2 << 20
 # Maximum size of held events that one comment tells of, bytes. Longer ones are sent, and the answer is no longer continued.
 MAX_TOLD_BYTES = 8 << 20
 # Size of a token's id in a record, and by which the memory for a record grows, bytes.
@@ -146,7 +149,7 @@ class SseFilter:
         elif end := max(piece.rfind(end_mark) + len(end_mark) if end_mark in piece else 0 for end_mark in _ENDS):
             piece, self._held = piece[:end], piece[end:]
             self.mid_event = False
-        elif len(piece) <= MAX_HELD_BYTES and not mid_event:
+        elif len(piece) <= (MAX_HELD_BYTES if self.correct_usage is None else MAX_CORRECTED_BYTES) and not mid_event:
             self._held = piece
             return b""
         elif not mid_event and begins_with_error(piece):
