@@ -94,9 +94,9 @@ async def test_an_agent_reports_absent_engines_of_its_own_only(tmp_path: Path) -
         grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
     ):
 
-        async def report(token: str, *names: str) -> None:
+        async def report(token: str, *names: str, url: str = "") -> None:
             agent = Client(channel, token)
-            engines = [agent_pb2.AbsentEngine(instance_id=name, url=f"http://{name}") for name in names]
+            engines = [agent_pb2.AbsentEngine(instance_id=name, url=url or f"http://{name}") for name in names]
             request = agent_pb2.ReportAbsentEnginesRequest(agent_id="a", engines=engines)
             await agent.agents.ReportAbsentEngines(request, metadata=agent.metadata)
 
@@ -108,6 +108,17 @@ async def test_an_agent_reports_absent_engines_of_its_own_only(tmp_path: Path) -
         # Another agent replaces nothing, whatever name it gives.
         await report("A")
         assert known() == ["vllm-0.x:8000"]
+        for url, shown in (
+            ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
+            ("http://vllm-0.y:1", "http://vllm-0.y:1"),
+            ("https://log-in.example/now", "http://vllm-0.x:8000"),
+            ("http://[", "http://vllm-0.x:8000"),
+        ):
+            await report("first", "vllm-0.x:8000", url=url)
+            assert [engine.url for engine in server.router.absent()] == [shown]
+        await report("A", "vllm-9.x:8000", url="http://engine:8000")
+        assert next(engine.url for engine in server.router.absent()) == "http://engine:8000"
+        await report("A")
         await report("first")
         assert known() == []
 

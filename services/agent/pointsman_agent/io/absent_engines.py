@@ -46,13 +46,13 @@ async def report_absent_engines(
     stub: agent_pb2_grpc.AgentServiceAsyncStub = agent_pb2_grpc.AgentServiceStub(channel)  # type: ignore[call-overload]
     node = socket.gethostname()
     reported: list[EngineMonitor] = []
-    due = -math.inf
+    # `due`: when the same engines are reported again. `allowed`: before which nothing is, because the router has refused.
+    due = allowed = -math.inf
     while True:
         absent = [monitor for monitor in monitors if monitor.absent]
         now = time.monotonic()
         # Only the change to "none" is reported without an absent engine.
-        if (absent or reported) and (now >= due or absent != reported):
-            refused = False
+        if now >= allowed and (absent or reported) and (now >= due or absent != reported):
             try:
                 engines = [
                     pb.AbsentEngine(
@@ -68,11 +68,10 @@ async def report_absent_engines(
                 reported, due = absent, now + REPEAT_S
             except grpc.aio.AioRpcError as error:
                 log.debug("a router takes no absent engines", router=router, code=error.code().name)
-                refused = error.code() in _REFUSED
+                if error.code() in _REFUSED:
+                    allowed = now + REFUSED_REPEAT_S
             except Exception:
                 # No engine's answer may end the agent.
                 log.exception("a fault in the report of absent engines", router=router)
-                refused = True
-            if refused:
-                await asyncio.sleep(REFUSED_REPEAT_S)
+                allowed = now + REFUSED_REPEAT_S
         await asyncio.sleep(COMPARE_S)

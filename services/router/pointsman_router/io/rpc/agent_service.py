@@ -14,8 +14,8 @@ from google.protobuf.message import DecodeError
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman_common.core import key_report_wire
-from pointsman_common.core.addresses import Address, address_of_url
-from pointsman_common.io.auth import credentials
+from pointsman_common.core.addresses import Address, address_of_url, parse_address
+from pointsman_common.io.auth import credentials, is_loopback
 from pointsman_common.io.channel import END_OF_STREAM
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.absent_engines import MAX_ENGINES
@@ -87,11 +87,13 @@ class AgentService:
     ) -> agent_pb2.ReportAbsentEnginesResponse:
         """Note an agent's engines without an instance."""
         shown, names = credentials(context)
-        engines = [
-            instance_and_load_messages.absent_engine(engine)
-            for engine in request.engines[:MAX_ENGINES]
-            if self._may_report(shown, names, engine.instance_id)
-        ]
+        engines = []
+        for engine in request.engines[:MAX_ENGINES]:
+            if self._may_report(shown, names, engine.instance_id):
+                if not (_is_of(engine) or self._may_report(shown, names, str(_shown_address(engine.url)))):
+                    # An agent must not show operators an address that it may not report.
+                    engine.url = f"http://{engine.instance_id}"
+                engines.append(instance_and_load_messages.absent_engine(engine))
         # No agent replaces what one with other credentials has reported, whatever name it gives.
         reporter = hash((shown, names, request.agent_id))
         self._router.absent_engines.reported(reporter, engines, time.monotonic())
@@ -171,6 +173,20 @@ def _address(url: str) -> Address:
         return address_of_url(url)
     except ValueError as error:
         raise _ProtocolError(f"{url!r} is no URL: {error}") from None
+
+
+def _shown_address(url: str) -> Address:
+    """Return host and port of `url`; an empty host if it has none or is no URL."""
+    try:
+        return parse_address(str(address_of_url(url)))
+    except ValueError:
+        return Address("", 0)
+
+
+def _is_of(engine: agent_pb2.AbsentEngine) -> bool:
+    """Return whether an engine's URL is its instance's address, or one of the agent's own machine."""
+    address = _shown_address(engine.url)
+    return str(address) == engine.instance_id or is_loopback(str(address))
 
 
 def _parsed(raw: bytes) -> agent_pb2.ReportRequest:
