@@ -1,4 +1,4 @@
-"""The commands `pointsman trace generate`, `stats` and `convert`."""
+"""The commands `pointsman trace generate` and `stats`. `convert`, which also reads texts, is in pointsman_cli.trace_convert."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def generate_command(
     ] = None,
 ) -> None:
     """Write synthetic agentic sessions (described in lab/pointsman_lab/workload/synthetic_trace.py)."""
-    with _errors("generate"):
+    with trace_errors("generate"):
         if shape not in SHAPES:
             raise ShapeError(f"{shape}: no such shape; the shapes are {', '.join(SHAPES)}")
         given = dict(change.partition("=")[::2] for change in changes or ())
@@ -56,7 +56,7 @@ def stats(
 ) -> None:
     """Print lengths, turns, cache hit ratios, reuse gaps, class split and sessions in flight. Streams a trace in time order."""
     sizes = cache_tokens or CACHE_TOKENS
-    with _errors("stats"):
+    with trace_errors("stats"):
         try:
             found = statistics(_in_order(read_trace(trace, trace_format)), sizes)
         except _Unordered:
@@ -65,20 +65,6 @@ def stats(
         typer.echo(json.dumps(found))
     else:
         _print(make_console(), found, str(trace))
-
-
-@app.command()
-def convert(
-    trace: Trace,
-    out: Annotated[Path, typer.Argument(help="pointsman trace to write; gzip when its name ends with .gz")],
-    trace_format: Format = AUTO,
-) -> None:
-    """Convert a trace of any known format to the pointsman format, with the sessions that were found in it. Streams."""
-    with _errors("convert"):
-        if out.exists() and out.samefile(trace):
-            raise TraceError(f"{out}: is the same file as the trace")
-        written = save_trace(out, read_trace(trace, trace_format))
-    typer.echo(f"{out}: {written} requests")
 
 
 class _Unordered(Exception):
@@ -95,7 +81,8 @@ def _in_order(requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
 
 
 @contextmanager
-def _errors(command: str) -> Iterator[None]:
+def trace_errors(command: str) -> Iterator[None]:
+    """End the command with status 2 and a message for a trace that cannot be used."""
     try:
         yield
     except (TraceError, ShapeError) as error:

@@ -23,6 +23,8 @@ from pointsman_lab.workload.traces import Count, Milliseconds, TraceRequest
 
 # (line number from 1, the line's bytes), without blank lines.
 Lines = Iterable[tuple[int, bytes]]
+# Where the formats are described, for messages.
+PAGE = "lab/README.md (Traces) describes the formats"
 # Block size of Mooncake's and aiperf's traces, tokens.
 MOONCAKE_BLOCK = 512
 # Block size of Bailian's traces, tokens.
@@ -234,12 +236,14 @@ def format_of(number: int, line: bytes) -> str:
     try:
         fields = msgspec.json.decode(line, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise LineError(number, str(error)) from error
+        raise LineError(number, f"{error}; {PAGE}") from error
     for name, distinctive in DISTINCTIVE_FIELDS.items():
         if distinctive <= fields.keys():
             return name
     raise LineError(
-        number, f"its fields ({', '.join(sorted(fields)) or 'none'}) match no known format: {', '.join(READERS)}"
+        number,
+        f"its fields ({', '.join(sorted(fields)) or 'none'}) match no known format: {', '.join(READERS)}; "
+        f"{PAGE}, and `pointsman trace convert` makes a trace of requests or of an access log",
     )
 
 

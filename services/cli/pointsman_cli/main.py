@@ -138,8 +138,10 @@ def _shadow() -> None:
 
 
 def _trace() -> None:
+    from pointsman_cli.trace_convert import convert
     from pointsman_lab.workload.trace_commands import app as trace_commands
 
+    trace_commands.command()(convert)
     app.add_typer(trace_commands, name="trace")
 
 

@@ -4,9 +4,10 @@
 |---|---|
 | `time` | time at which the line was written, which is the request's end: unix s, or an ISO 8601 text |
 | `duration_s` | time from the request's arrival to its end, s (nginx: `$request_time`) |
-| `id` | the X-Request-ID of the mirrored request that the line belongs to |
-| `path`, `body` | as received; `body` as text (as nginx escapes it) or as an object |
+| `id`, or `custom_id` | the X-Request-ID of the mirrored request that the line belongs to |
+| `path` (or `url`), `body` | as received; `body` as text (as nginx escapes it) or as an object |
 | `model`, `prompt_token_ids` | instead of a body |
+| `messages`, `prompt` or `input`, and all other fields of a body | instead of a body: the line is the body |
 | `session` | the client's name for its conversation |
 | `upstream` | HOST:PORT that answered (nginx: `$upstream_addr`; the last of several that were tried) |
 | `status` | HTTP status |
@@ -23,6 +24,9 @@ import msgspec
 from pointsman_shadow.core.pending_requests import RequestOutcome
 
 COMPLETIONS = "/v1/completions"
+# The field of a body's prompt -> the path that it is for, where a line is a body without a path.
+_PATHS = {"messages": "/v1/chat/completions", "input": "/v1/responses", "prompt": COMPLETIONS}
+_ANTHROPIC = "/v1/messages"
 
 
 class LineError(ValueError):
@@ -32,12 +36,19 @@ class LineError(ValueError):
 class LogLine(msgspec.Struct, kw_only=True):
     """One line with its fields as in the log. An empty text means that the field is missing."""
 
-    time: float | str  # of the request's end: unix s, as number or text, or ISO 8601
+    time: float | str | None = None  # of the request's end: unix s, as number or text, or ISO 8601; None: missing
     duration_s: float | str = 0.0  # from arrival to `time`, s; "" and "-" count as 0
     id: str = ""  # X-Request-ID of the mirrored request
     path: str = ""  # as received; its query is cut off when it is used
     body: str | dict[str, Any] = ""  # JSON, as text or as an object
+    url: str = ""  # the path in OpenAI's batch files
+    custom_id: str = ""  # the id in OpenAI's batch files
     model: str = ""  # only used with `prompt_token_ids`
+    # Of a line that is a body itself.
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    system: msgspec.Raw = msgspec.Raw()
     prompt_token_ids: list[int] | None = None  # in place of path and body; None: missing
     session: str = ""  # the client's name, used as X-Session-ID
     upstream: str = ""  # HOST:PORT that answered; of several the last counts
@@ -49,6 +60,8 @@ class LogLine(msgspec.Struct, kw_only=True):
     @property
     def ended_at(self) -> float:
         """Time of the request's end, unix s. Raises LineError."""
+        if self.time is None:
+            raise LineError("time: missing")
         if isinstance(self.time, float):
             return self.time
         try:
@@ -101,9 +114,16 @@ _decoder = msgspec.json.Decoder(LogLine)
 def read_line(line: bytes) -> LogLine:
     """Parse one line. Raises LineError, which names the field."""
     try:
-        return _decoder.decode(line)
-    except msgspec.DecodeError as error:
+        found = _decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LineError(str(error)) from None
+    found.id, found.path = found.id or found.custom_id, found.path or found.url
+    if not found.body and found.prompt_token_ids is None:
+        field = next((field for field in _PATHS if bytes(getattr(found, field))), "")
+        if field:
+            found.body = line.decode(errors="replace")
+            found.path = found.path or (_ANTHROPIC if bytes(found.system) else _PATHS[field])
+    return found
 
 
 def upstream_of(text: str) -> str:

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import structlog
 import typer
 
 from pointsman_common.io.logs import configure_logs
-from pointsman_gateway.core.http_message import Headers
 from pointsman_gateway.io.tokenizer_files import TokenizerNotFound
 from pointsman_lab.report.terminal import make_console
 from pointsman_lab.simulation.counterfactual import ObservedRequest
 from pointsman_lab.workload.trace_files import lines_of
 from pointsman_lab.workload.traces import TraceError
-from pointsman_shadow.core.access_log import LineError, LogLine, read_line
-from pointsman_shadow.core.pending_requests import PendingRequests
+from pointsman_shadow.core.access_log import LineError, read_line
 from pointsman_shadow.core.report import print_report, summary_of
+from pointsman_shadow.io.logged_requests import FORMATS, LineCauses, LoggedRequests
 from pointsman_shadow.io.placement_comparison import ModelEngines, PlacementComparison
-from pointsman_shadow.io.request_reader import RequestReader, UnusableRequest
+from pointsman_shadow.io.request_reader import RequestReader
 from pointsman_shadow.io.settings import ReadSettings
 
-log = structlog.get_logger()
-
+# Said with each report, because both commands read the same log.
+BESIDE_COMPARE = (
+    "Against the recorded placement, at the recorded times. `pointsman compare` answers another question, with other figures: "
+    "docs/compare.md"
+)
 _recorded = msgspec.json.Decoder(ObservedRequest)
 
 
@@ -48,20 +47,22 @@ class LogReader:
         self._aliases = settings.alias_map()
         self._reader = RequestReader(settings.tokenizer_map(), self._aliases)
         self.excluded: Counter[str] = Counter()
+        self.causes = LineCauses()
 
     async def run(self) -> None:
-        """Read and compare the whole log. Raises TraceError if the file cannot be read, ValueError if it has no usable request or
-        the settings do not fit together."""
+        """Read and compare the whole log. Raises TraceError if the file cannot be read, ValueError if it has no usable request,
+        with the causes, or if the settings do not fit together."""
         path = self._settings.log
         recorded = _is_recorded(path)
         named = tuple(self._settings.instances)
-        for model, found in (self._recorded_engines() if recorded else self._logged_engines()).items():
+        engines = self._recorded_engines() if recorded else self._logged_engines()
+        for model, found in engines.items():
             if names := named or tuple(sorted(found)):
                 self.comparison.add_engines(model, ModelEngines(names))
             else:
                 raise ValueError("instances: the log names no upstream; list the engines, under any names")
-        if not self.comparison.summaries():
-            raise ValueError(f"{path}: no request is for a known model")
+        if not engines:
+            raise ValueError(f"{path}: no line has a request that can be used\n{await self._why_none()}")
         await (self._read_recorded() if recorded else self._read_log())
         self.comparison.finish()
 
@@ -70,43 +71,25 @@ class LogReader:
             self.comparison.observe(_recorded.decode(line))
 
     async def _read_log(self) -> None:
-        window_s = self._settings.window_s
-        pending = PendingRequests(window_s, self._settings.output_tokens)
-        for number, line in self._lines():
-            try:
-                request, ended_at = line.request, line.ended_at
-                if request is None:
-                    raise UnusableRequest("without a prompt", "neither body nor prompt_token_ids")
-                path, body = request
-                headers = Headers([("X-Request-ID", line.id or f"line-{number}"), ("X-Session-ID", line.session)])
-                asked, _ = await self._reader.read(path, headers, body, line.arrived_at)
-                if not self.comparison.engines_of(asked.model):
-                    raise UnusableRequest("model", "no engine of the model is known")
-                pending.add(asked, line.end)
-            except (LineError, UnusableRequest) as error:
-                self.excluded[error.reason if isinstance(error, UnusableRequest) else "unreadable lines"] += 1
-                log.debug("a line of the log is ignored", line=number, reason=str(error))
-                continue
-            for observed in pending.due(ended_at, ended_at - window_s):
-                self.comparison.observe(observed)
-        for observed in pending.due(math.inf, math.inf):
+        settings = self._settings
+        logged = LoggedRequests(
+            settings.log,
+            self._reader,
+            settings.window_s,
+            settings.output_tokens,
+            lambda model: bool(self.comparison.engines_of(model)),
+        )
+        async for observed in logged.read():
             self.comparison.observe(observed)
-        self.excluded["failed"] += pending.failed
-
-    def _lines(self, *, counting: bool = True) -> Iterator[tuple[int, LogLine]]:
-        for number, line in lines_of(self._settings.log):
-            try:
-                yield number, read_line(line)
-            except LineError as error:
-                if counting:
-                    self.excluded["unreadable lines"] += 1
-                    log.debug("a line of the log is ignored", line=number, reason=str(error))
+        self.causes = logged.causes
+        self.excluded = logged.causes.counts + Counter({"failed": logged.failed})
 
     def _logged_engines(self) -> dict[str, set[str]]:
         """Return the upstreams of each known model."""
         found: dict[str, set[str]] = {}
-        for _, line in self._lines(counting=False):
+        for _, raw in lines_of(self._settings.log):
             try:
+                line = read_line(raw)
                 request, ended = line.request, line.end
                 asked = msgspec.json.decode(request[1], type=_Named).model if request else ""
             except (LineError, msgspec.DecodeError):
@@ -115,6 +98,19 @@ class LogReader:
             if self._reader.has_model(model):
                 found.setdefault(model, set()).update({ended.instance} - {""} if not ended.failed else ())
         return found
+
+    async def _why_none(self) -> str:
+        """Return the causes for which no line can be used, one a line."""
+        settings = self._settings
+        logged = LoggedRequests(settings.log, self._reader, settings.window_s, settings.output_tokens)
+        async for _ in logged.read():
+            pass
+        causes = [*logged.causes.lines()]
+        if logged.failed:
+            causes.append(f"{logged.failed:,} failed requests")
+        if logged.causes.counts["model"]:
+            causes.append("give the tokenizer of each model: --tokenizers MODEL=FOLDER")
+        return "\n".join(f"  {cause}" for cause in [*causes, FORMATS])
 
     def _recorded_engines(self) -> dict[str, set[str]]:
         found: dict[str, set[str]] = {}
@@ -148,6 +144,9 @@ def run_read(settings: ReadSettings) -> None:
         raise typer.Exit(2) from None
     summary = summary_of(reader.comparison.summaries(), reader.excluded)
     print_report(make_console(), summary, settings.policy, settings.assumed)
+    for cause in reader.causes.lines():
+        typer.echo(f"  {cause}")
+    typer.echo(BESIDE_COMPARE)
     if settings.out is not None:
         settings.out.parent.mkdir(parents=True, exist_ok=True)
         settings.out.write_text(json.dumps(summary, indent=1) + "\n")
