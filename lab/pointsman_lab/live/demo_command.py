@@ -35,6 +35,8 @@ from pointsman_router.core.policy.registry import DEFAULT_POLICY
 
 # Number of rows that the live table shows.
 SHOWN_ROWS = 16
+# Of more engines than these the start is told after each so many.
+TOLD_EVERY = 8
 
 
 class DemoSettings(BaseSettings):
@@ -88,7 +90,12 @@ def run_demo(settings: DemoSettings) -> int:
 def _run(settings: DemoSettings, console: Console, processes: ChildProcesses, folder: Path) -> int:
     began = time.monotonic()
     console.print(f"starting {settings.engines} emulated engines, a router, an agent and a gateway ...")
-    urls = start_engines(processes, settings.engines, given_flags(settings, "speedup"))
+
+    def told(ready: int) -> None:
+        if settings.engines > TOLD_EVERY and (not ready % TOLD_EVERY or ready == settings.engines):
+            console.print(f"{ready} of {settings.engines} engines run", highlight=False)
+
+    urls = start_engines(processes, settings.engines, given_flags(settings, "speedup"), told)
     wanted = (settings.listen_port, settings.router_port, settings.console_port)
     plane = start_plane(processes, folder, urls, given_flags(settings, "policy"), wanted=wanted)
     console.print(

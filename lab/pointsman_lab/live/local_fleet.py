@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import selectors
 import socket
@@ -19,8 +20,10 @@ import msgspec
 
 from pointsman_common.io.child_command import pointsman_child
 
-# Timeout for each engine's start and for the gateway to be ready, s.
-START_S = 180.0
+# Timeout for each engine's start and for the gateway to be ready, s, and what is added to the second for each engine.
+START_S, START_S_PER_ENGINE = 180.0, 2.0
+# Number of engines that start at a time, for each CPU.
+STARTS_PER_CPU = 2
 # Time that a child has to end after SIGTERM before it is killed, s.
 STOP_S = 40.0
 
@@ -81,7 +84,8 @@ class ChildProcesses:
             selector.register(process.stdout, selectors.EVENT_READ)
             line = process.stdout.readline() if selector.select(timeout_s) else ""
         if not line.strip():
-            raise LocalFleetError(f"{name} did not start: {self._last_log_line(name)}")
+            late = f" within {timeout_s:.0f} s" if process.poll() is None else ""
+            raise LocalFleetError(f"{name} did not start{late}: {self._last_log_line(name)}")
         return line.split()[-1]
 
     def check(self) -> None:
@@ -101,12 +105,27 @@ class ChildProcesses:
         return lines[-1] if lines else "it left no message"
 
 
-def start_engines(processes: ChildProcesses, count: int, flags: Sequence[str]) -> list[str]:
-    """Start emulated engines with `flags` of `pointsman emulate`; return their base URLs. Raises LocalFleetError."""
+def start_engines(
+    processes: ChildProcesses, count: int, flags: Sequence[str], told: Callable[[int], None] | None = None
+) -> list[str]:
+    """Start emulated engines with `flags` of `pointsman emulate`; return their base URLs. `told` gets the number of those that
+    listen, each time that one does. Raises LocalFleetError.
+
+    A few start at a time: the first of 64 would otherwise need as long as all of them, which is minutes on a laptop.
+    """
     names = [f"engine-{number}" for number in range(count)]
-    for name in names:
+    at_once = STARTS_PER_CPU * (os.cpu_count() or 1)
+    starting = iter(names)
+    for name in itertools.islice(starting, at_once):
         processes.start(name, ["emulate", "--port", "0", *flags])
-    return [processes.read_url(name) for name in names]
+    urls = []
+    for name in names:
+        urls.append(processes.read_url(name))
+        if told is not None:
+            told(len(urls))
+        for following in itertools.islice(starting, 1):
+            processes.start(following, ["emulate", "--port", "0", *flags])
+    return urls
 
 
 @dataclass(frozen=True)
@@ -212,13 +231,16 @@ def _wait_healthy(url: str, engines: int, processes: ChildProcesses) -> None:
         lambda health: (
             health["status"] == "ok" and sum(model["instances"] for model in health["models"].values()) == engines
         ),
+        START_S + START_S_PER_ENGINE * engines,
     )
 
 
-def _wait_for(url: str, processes: ChildProcesses, reached: Callable[[dict[str, Any]], bool]) -> None:
-    """Wait until the gateway's health has `reached` a state. Raises LocalFleetError with its last answer after START_S, or if a
-    child ends."""
-    until = time.monotonic() + START_S
+def _wait_for(
+    url: str, processes: ChildProcesses, reached: Callable[[dict[str, Any]], bool], within_s: float = START_S
+) -> None:
+    """Wait until the gateway's health has `reached` a state. Raises LocalFleetError with its last answer if it has not
+    `within_s`, or if a child ends."""
+    until = time.monotonic() + within_s
     last = "no answer"
     while time.monotonic() < until:
         processes.check()
@@ -233,4 +255,4 @@ def _wait_for(url: str, processes: ChildProcesses, reached: Callable[[dict[str, 
             if reached(msgspec.json.decode(last)):
                 return
         time.sleep(0.2)
-    raise LocalFleetError(f"the gateway is not ready after {START_S:.0f} s: {last}")
+    raise LocalFleetError(f"the gateway is not ready after {within_s:.0f} s: {last}")

@@ -130,6 +130,13 @@ def _lines(items: Sequence[msgspec.Struct]) -> bytes:
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
+    except FileNotFoundError:
+        why = (
+            "its run has not ended, or it is the folder of no run"
+            if path.parent.is_dir()
+            else "there is no such folder"
+        )
+        raise BundleError(f"{path}: cannot be read: {why}") from None
     except OSError as error:
         raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
 

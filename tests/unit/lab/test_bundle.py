@@ -97,5 +97,5 @@ def test_a_whole_bundle_comes_back(tmp_path: Path) -> None:
     assert (bundle.samples, bundle.caches, bundle.breakdown) == ((), None, None)
     assert not (tmp_path / "gpu_util.csv").exists()
     (tmp_path / "config.json").unlink()
-    with pytest.raises(BundleError, match=r"config\.json: cannot be read"):
+    with pytest.raises(BundleError, match=r"config\.json: cannot be read: its run has not ended"):
         read_bundle(tmp_path)
