@@ -1466,6 +1466,9 @@ class DecisionFilter(_message.Message):
     SINCE_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     UNTIL_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Session id of the request."""
     instance_id: _builtins.str
@@ -1476,6 +1479,12 @@ class DecisionFilter(_message.Message):
     """Reason."""
     request_id: _builtins.str
     """Id of the request."""
+    outcome: Global___DecisionOutcome.ValueType
+    """How the request ended, or that it has not."""
+    tenant: _builtins.str
+    """Tenant of the request."""
+    model: _builtins.str
+    """Name of the pool."""
     @_builtins.property
     def since(self) -> _duration_pb2.Duration:
         """Maximum age of a decision."""
@@ -1494,10 +1503,13 @@ class DecisionFilter(_message.Message):
         since: _duration_pb2.Duration | None = ...,
         request_id: _builtins.str = ...,
         until: _duration_pb2.Duration | None = ...,
+        outcome: Global___DecisionOutcome.ValueType = ...,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since", "until", b"until"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "reason", b"reason", "request_id", b"request_id", "route_class", b"route_class", "session_id", b"session_id", "since", b"since", "until", b"until"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "model", b"model", "outcome", b"outcome", "reason", b"reason", "request_id", b"request_id", "route_class", b"route_class", "session_id", b"session_id", "since", b"since", "tenant", b"tenant", "until", b"until"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -365,6 +365,9 @@ def _filter(wire: fleet_pb2.DecisionFilter) -> DecisionFilter:
         route_class=word(fleet_pb2.RouteClass, wire.route_class),
         reason=wire.reason,
         request_id=wire.request_id,
+        outcome=word(fleet_pb2.DecisionOutcome, wire.outcome),
+        tenant=wire.tenant,
+        model=wire.model,
         since_unix_s=now - wire.since.ToNanoseconds() / 1e9 if wire.HasField("since") else 0.0,
         until_unix_s=now - wire.until.ToNanoseconds() / 1e9 if wire.HasField("until") else math.inf,
     )

@@ -68,6 +68,9 @@ class DecisionFilter:
     route_class: str = ""  # LIGHT, MEDIUM or HEAVY, as decided
     reason: str = ""  # that of the result, not of a step
     request_id: str = ""  # more than one matches if the plan was decided in parts
+    outcome: str = ""  # as LoggedDecision.outcome
+    tenant: str = ""
+    model: str = ""  # name of the pool
     since_unix_s: float = 0.0  # inclusive
     until_unix_s: float = math.inf  # inclusive
 
@@ -80,6 +83,9 @@ class DecisionFilter:
             and self.route_class in ("", decision.route_class)
             and self.reason in ("", decision.result.reason)
             and self.request_id in ("", decision.request.request_id)
+            and self.outcome in ("", logged.outcome)
+            and self.tenant in ("", decision.request.tenant)
+            and self.model in ("", decision.pool)
             and self.since_unix_s <= logged.unix_s <= self.until_unix_s
         )
 

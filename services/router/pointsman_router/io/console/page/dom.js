@@ -71,7 +71,7 @@ export function ask(title, body, action, act) {
     },
   });
   const cancel = el("button", { type: "button", className: "quiet", onclick: () => dialog.close() }, "Cancel");
-  form.append(el("h2", { id: "asked" }, title), ...body, reason, el("div", { className: "buttons" }, cancel, el("button", { type: "submit" }, action)));
+  form.append(el("h2", { id: "asked" }, title), ...body.filter(Boolean), reason, el("div", { className: "buttons" }, cancel, el("button", { type: "submit" }, action)));
   const dialog = el("dialog", { "aria-labelledby": "asked", onclose: () => { dialog.remove(); before?.focus?.(); } }, form);
   document.body.append(dialog);
   dialog.showModal();

@@ -4,9 +4,23 @@ import { CallError, watch } from "./api.js";
 import { num } from "./format.js";
 
 // Maximum number of decisions that are kept.
-const KEPT = 500;
+export const KEPT = 500;
 // Time over which the rate of decisions is measured, s.
 const RATE_S = 10;
+
+/**
+ * The newest decision of each request, of decisions with the newest first. A prompt that is sent in slices has a decision for each;
+ * the row has their number, `parts`, and the time, wait and prediction of the first.
+ */
+export function onePerRequest(decisions) {
+  const rows = new Map();
+  for (const decision of decisions) {
+    const { time, held, cachedTokens, kvLoad } = decision;
+    const row = rows.get(decision.requestId);
+    rows.set(decision.requestId, row ? { ...row, parts: row.parts + 1, time, held, cachedTokens, kvLoad } : { ...decision, parts: 1 });
+  }
+  return [...rows.values()];
+}
 
 export class Feed {
   constructor(app) {

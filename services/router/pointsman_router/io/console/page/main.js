@@ -54,11 +54,27 @@ const app = {
   },
   refresh: () => poll(),
   lost,
+  /** Keep how a view is sorted and filtered in the page's address, without an entry in the browser's history. "" removes a value. */
+  keep(changes) {
+    const [path, query = ""] = (location.hash || "#/fleet").split("?");
+    const values = new URLSearchParams(query);
+    for (const [name, value] of Object.entries(changes)) {
+      if (value) values.set(name, value);
+      else values.delete(name);
+    }
+    history.replaceState(null, "", `${path}${values.toString() && "?"}${values}`);
+    route = location.hash;
+    lists[path] = route;
+  },
+  /** The last address of the list with this path, with its order and filter. */
+  addressOf: (path) => lists[path] ?? path,
 };
 app.feed = new Feed(app);
 
 let view = null;
 let route = "";
+// The last address of each list, with its order and filter, by its path.
+const lists = {};
 
 async function identify() {
   try {
@@ -188,6 +204,7 @@ function show(anew = false) {
   }
   const [list, details] = VIEWS[name];
   view = id && details ? details(app, id) : list(app, new URLSearchParams(query));
+  if (!id) lists[`#/${name}`] = route;
   main.replaceChildren(view.element);
   document.title = `${view.title} – Pointsman`;
   view.refresh?.()?.catch?.(lost);
@@ -231,7 +248,7 @@ document.addEventListener("keydown", (event) => {
     event.preventDefault();
     main.querySelector("input.filter")?.focus();
   } else if (event.key === "Escape" && !document.querySelector("dialog") && view?.up) {
-    location.hash = view.up;
+    location.hash = app.addressOf(view.up);
   }
 });
 setInterval(tick, 1000);

@@ -21,7 +21,7 @@ export function askDrain(app, status) {
   const id = status.instance.instanceId;
   const resume = status.state === "INSTANCE_STATE_DRAINING";
   const text = resume ? "New requests are placed on it again." : `No new requests are placed on it until its engine restarts. Its ${status.numRequests ?? 0} open requests continue.`;
-  ask(resume ? `Resume ${id}?` : `Drain ${id}?`, [el("p", {}, text)], resume ? "Resume" : "Drain", async () => {
+  ask(resume ? `Resume ${id}?` : `Drain ${id}?`, [el("p", {}, text), resume ? null : lastOf(app, status)], resume ? "Resume" : "Drain", async () => {
     const { thisReplicaOnly } = await app.call("Drain", { instanceId: id, resume });
     say((resume ? `${id} receives requests again.` : `${id} is draining.`) + alone(thisReplicaOnly));
     await app.refresh();
@@ -33,7 +33,7 @@ export function askCordon(app, status) {
   const cordoned = !status.cordoned;
   const reason = el("input", { maxLength: 300 });
   const text = cordoned ? `No new requests are placed on it until the cordon is lifted, also after a restart. Its ${status.numRequests ?? 0} open requests continue.` : "New requests are placed on it again.";
-  const parts = [el("p", {}, text), ...(cordoned ? [el("label", {}, "Reason", reason)] : [])];
+  const parts = [el("p", {}, text), ...(cordoned ? [lastOf(app, status), el("label", {}, "Reason", reason)] : [])];
   ask(`${cordoned ? "Cordon" : "Uncordon"} ${instanceId}?`, parts, cordoned ? "Cordon" : "Uncordon", async () => {
     const { thisReplicaOnly } = await app.call("SetInstanceOrder", { instanceId, cordoned, ...(reason.value.trim() ? { reason: reason.value.trim() } : {}) });
     say(`${instanceId} is ${cordoned ? "cordoned" : "uncordoned"}.${alone(thisReplicaOnly)}`);
@@ -85,6 +85,13 @@ export async function askPolicy(app) {
     say(`The policy is ${choose.value} now.${alone(thisReplicaOnly)}`);
     await app.refresh();
   });
+}
+
+/** A warning if no other instance of the pool is ready; else null. */
+function lastOf(app, { instance }) {
+  const others = (app.fleet?.instances ?? []).filter((other) => other.instance.model === instance.model && other.instance.instanceId !== instance.instanceId);
+  const takes = others.some(({ state }) => ["INSTANCE_STATE_READY", "INSTANCE_STATE_SYNCING"].includes(state));
+  return takes ? null : el("p", { className: "bad", role: "alert" }, `No other instance of ${instance.model} is ready: new requests for it may get 503.`);
 }
 
 function alone(thisReplicaOnly) {

@@ -11,8 +11,11 @@ const FORMS = ["num", "wrap", "address", "name", "words", "short"];
  * shown(rows)}. Rows are sorted by `value`; cells show `text` (default: the value). A column is hidden if `shown` returns false.
  */
 export class Table {
-  constructor({ label, columns, key, sort = null, pageSize = 100, empty = "Nothing yet.", tone, narrow = false }) {
-    Object.assign(this, { columns, key, sort, pageSize, emptyText: empty, rowTone: tone, page: 0, all: [], rows: new Map() });
+  /** `address`: {query, keep(changes)}, if the order is kept in the page's address, as "sort=kv" or "sort=-kv" (descending). */
+  constructor({ label, columns, key, sort = null, pageSize = 100, empty = "Nothing yet.", tone, narrow = false, address = null }) {
+    Object.assign(this, { columns, key, sort, pageSize, emptyText: empty, rowTone: tone, address, page: 0, all: [], rows: new Map() });
+    const [, down, id] = /^(-?)(.*)$/.exec(address?.query.get("sort") ?? "");
+    if (columns.some((column) => column.id === id)) this.sort = { id, down: down === "-" };
     this.heads = columns.map((column) => this.#head(column));
     this.body = el("tbody", { onkeydown: (event) => this.#arrows(event) });
     this.empty = el("p", { className: "empty" }, "Waiting for the router …");
@@ -50,6 +53,7 @@ export class Table {
     // The first click sorts figures in descending order and names in ascending order.
     this.sort = { id: column.id, down: same ? !this.sort.down : Boolean(column.num) };
     this.page = 0;
+    this.address?.keep({ sort: `${this.sort.down ? "-" : ""}${column.id}` });
     this.#showSort();
     this.#render();
   }
@@ -161,6 +165,9 @@ export class Table {
 /** For a column's `shown`: hides a column whose values are all the same. */
 export const varied = (get) => (rows) => rows.some((row) => get(row) !== get(rows[0]));
 
+/** The words of a filter, each of which a row must have. */
+export const wordsOf = (text) => text.toLowerCase().split(/\s+/).filter(Boolean);
+
 /** A filter box. Calls `changed` with its text 150 ms after the last input. */
 export function filterBox(placeholder, changed) {
   let later;
@@ -173,7 +180,8 @@ export function filterBox(placeholder, changed) {
     autocomplete: "off",
     oninput: (event) => {
       clearTimeout(later);
-      later = setTimeout(() => changed(event.target.value), 150);
+      // Not for a view that was left in the meantime.
+      later = setTimeout(() => event.target.isConnected && changed(event.target.value), 150);
     },
   });
 }

@@ -1,9 +1,10 @@
 // The fleet: totals at the top, and one row for each instance.
 
 import { el, setText } from "./dom.js";
-import { age, bare, count, countReported, num, orNone, percent, reported, seconds } from "./format.js";
+import { KEPT, onePerRequest } from "./feed.js";
+import { age, bare, count, countReported, num, orNone, outcomeOf, percent, reported, seconds, span } from "./format.js";
 import { askLift } from "./operate.js";
-import { filterBox, Table, varied } from "./table.js";
+import { filterBox, Table, varied, wordsOf } from "./table.js";
 import { Tiles } from "./tiles.js";
 
 export const stateOf = (status) => bare(status.state, "INSTANCE_STATE_");
@@ -58,6 +59,29 @@ function recentHitRate({ instance, load }) {
   return queries > 0 ? (num(load.prefixCacheHits) - first[2]) / queries : undefined;
 }
 
+// How the requests among the newest decisions ended, by instance: {ttft (median, s; undefined: unknown), failed, ended}.
+let endsOf = new Map();
+const NO_ENDS = { ttft: undefined, failed: 0, ended: 0 };
+const ends = (status) => endsOf.get(status.instance.instanceId) ?? NO_ENDS;
+
+/** Each request counts once, at the instance that answered it. */
+function endsByInstance(decisions) {
+  const found = new Map();
+  for (const decision of decisions) {
+    const id = decision.steps?.at(-1)?.instance?.instanceId;
+    if (!id || !decision.finished) continue;
+    const sums = found.get(id) ?? { times: [], failed: 0, ended: 0 };
+    found.set(id, sums);
+    sums.ended += 1;
+    sums.failed += outcomeOf(decision) === "FAILED" ? 1 : 0;
+    if (decision.finished.timings?.firstTokenMs) sums.times.push(decision.finished.timings.firstTokenMs / 1000);
+  }
+  for (const sums of found.values()) sums.ttft = median(sums.times);
+  return found;
+}
+
+const median = (values) => (values.length ? values.sort((a, b) => a - b)[Math.floor(values.length / 2)] : undefined);
+
 const loaded = (name) => (status) => (status.load ? reported(status.load, name) : undefined);
 const ifLoaded = (name) => (status) => (status.load ? countReported(status.load, name) : "–");
 
@@ -73,11 +97,11 @@ const COLUMNS = [
   { id: "decode", title: "Decoding", unit: "tok", num: true, hint: "Context of the requests past their first token", value: (s) => num(s.ongoingDecodeTokens), text: (s) => count(s.ongoingDecodeTokens) },
   { id: "running", title: "Running", unit: "req", num: true, hint: "As the engine reports it", value: loaded("running"), text: ifLoaded("running"), tone: aged },
   { id: "waiting", title: "Waiting", unit: "req", num: true, hint: "As the engine reports it", value: loaded("waiting"), text: ifLoaded("waiting"), tone: aged },
+  { id: "ttft", title: "First token", num: true, hint: `Median, of the requests among the newest ${KEPT} decisions whose answers the instance streamed`, value: (s) => ends(s).ttft, text: (s) => span(ends(s).ttft) },
+  { id: "failed", title: "Failed", unit: "req", num: true, hint: `Of the requests among the newest ${KEPT} decisions that ended on the instance; clients' own errors do not count`, value: (s) => ends(s).failed, text: (s) => (ends(s).ended ? count(ends(s).failed) : "–"), tone: (s) => (ends(s).failed ? "bad" : ""), note: (s) => (ends(s).ended ? `of ${count(ends(s).ended)} that ended` : "none has ended") },
   { id: "kv", title: "KV used", unit: "%", num: true, hint: "Share of the engine's KV blocks in use", value: loaded("kvUsage"), text: (s) => percent(loaded("kvUsage")(s)), share: (s) => num(s.load?.kvUsage), tone: (s) => aged(s) || (num(s.load?.kvUsage) >= 0.9 ? "bad" : "") },
-  { id: "recent", title: "Hits 1 min", unit: "%", num: true, hint: "Prefix cache hit rate by token, over the last minute that this page has seen", value: recentHitRate, text: (s) => percent(recentHitRate(s)) },
-  { id: "hits", title: "Hits", unit: "%", num: true, hint: "Prefix cache hit rate by token, since the engine's start", value: (s) => hitRate(s.load), text: (s) => percent(hitRate(s.load)) },
-  { id: "keys", title: "Keys", unit: "× 16 tok", num: true, hint: "Block keys in the router's exact index, or in the approximate index if there are no KV events", value: keysOf, text: (s) => count(keysOf(s)) },
-  { id: "source", title: "Prefix from", value: sourceOf, tone: (s) => (sourceOf(s) === "events" ? "" : "wait"), pill: true, note: (s) => s.prefixReason ?? "" },
+  { id: "recent", title: "Hits 1 min", unit: "%", num: true, hint: "Prefix cache hit rate by token, over the last minute that this page has seen", value: recentHitRate, text: (s) => percent(recentHitRate(s)), note: (s) => (hitRate(s.load) === undefined ? "" : `${percent(hitRate(s.load))} % since the engine's start`) },
+  { id: "source", title: "Prefix from", value: sourceOf, tone: (s) => (sourceOf(s) === "events" ? "" : "wait"), pill: true, note: (s) => [s.prefixReason, `${count(keysOf(s))} keys of 16 tokens are known`].filter(Boolean).join("; ") },
   { id: "sessions", title: "Sessions", num: true, value: (s) => num(s.sessions), text: (s) => count(s.sessions) },
   { id: "age", title: "Report", unit: "ago", num: true, hint: "Time since the agent's last message", value: (s) => seconds(s.reportAge), words: true, text: (s) => age(seconds(s.reportAge)).replace(" ", "\u00a0") + (s.stale ? " stale" : ""), tone: aged },
   { id: "differs", title: "Differs", name: true, tone: () => "bad", shown: varied(differing), value: differing, note: () => "Its value, and that of the most instances of its pool" },
@@ -96,14 +120,13 @@ function aged(status) {
   return status.stale || stateOf(status) === "LOST" ? "old" : "";
 }
 
-const wordsOf = (text) => text.toLowerCase().split(/\s+/).filter(Boolean);
-
 export function fleetView(app, query) {
   const table = new Table({
     label: "Instances",
     columns: COLUMNS,
     key: (status) => status.instance.instanceId,
     sort: { id: "instance", down: false },
+    address: { query, keep: app.keep },
     empty: "No agent has reported an instance to this router.",
   });
   const tiles = new Tiles();
@@ -119,6 +142,7 @@ export function fleetView(app, query) {
     if (!app.fleet) return;
     const instances = app.fleet.instances ?? [];
     sample(instances);
+    endsOf = endsByInstance(onePerRequest(app.feed.newest));
     table.update(instances, matches);
     tiles.update(sums(app));
     absent.update(app.fleet.absentEngines ?? []);
@@ -126,6 +150,7 @@ export function fleetView(app, query) {
   };
   const filter = filterBox("Filter: id, model, state, node …", (text) => {
     words = wordsOf(text);
+    app.keep({ filter: text.trim() });
     draw();
   });
   filter.value = query.get("filter") ?? "";

@@ -4,7 +4,7 @@ import { Curves, summed, timeOf } from "./curves.js";
 import { el, setText } from "./dom.js";
 import { count, num, percent, seconds, span } from "./format.js";
 import { HeatMap } from "./heat_map.js";
-import { filterBox, Table } from "./table.js";
+import { filterBox, Table, wordsOf } from "./table.js";
 import { instanceHref } from "./view_fleet.js";
 
 const perSecond = (value) => `${value < 10 ? Number(value.toFixed(2)) : count(value)} /s`;
@@ -33,6 +33,8 @@ const MEASURES = {
   KV_USAGE: { name: "KV used", show: share, scale: "share" },
 };
 
+const ORDERS = { id: "name", newest: "newest value, highest first", most: "highest value, highest first" };
+
 /** Values from JSON as numbers; NaN is a string there. */
 const numbers = (values = []) => values.map(Number);
 const at = (timestamp) => new Date(timestamp).getTime();
@@ -46,25 +48,25 @@ function aligned(values, start, { from, step, columns }) {
 export function historyView(app, query) {
   let pool = query.get("pool") ?? "";
   let measure = MEASURES[query.get("measure")] ? query.get("measure") : "TTFT_P50";
-  let order = "id";
-  let words = [];
+  let order = ["newest", "most"].includes(query.get("order")) ? query.get("order") : "id";
+  let words = wordsOf(query.get("filter") ?? "");
   let due = { pools: 0, instances: 0 };
   let rows = [];
   let drawn;
 
   const curves = CHARTS.map((chart) => new Curves(chart, (index) => curves.forEach((curve) => curve.point(index))));
   const map = new HeatMap(({ id }) => { location.hash = instanceHref(id); });
-  const table = new Table({ label: "Instances over the last 15 minutes", columns: columns(() => MEASURES[measure].show), key: (row) => row.id, sort: { id: "id", down: false }, pageSize: 25, narrow: true, empty: "No instance has been seen yet." });
+  const table = new Table({ label: "Instances over the last 15 minutes", columns: columns(() => MEASURES[measure].show), key: (row) => row.id, sort: { id: "id", down: false }, address: { query, keep: app.keep }, pageSize: 25, narrow: true, empty: "No instance has been seen yet." });
   const since = el("span", { className: "muted" });
   const shown = el("span", { className: "muted" });
   const pools = el("select", { onchange: (event) => chosen({ pool: event.target.value }) }, el("option", { value: "" }, "all pools of this router"));
   const option = (value, text, selected) => el("option", { value, selected }, text);
   const measures = el("select", { onchange: (event) => chosen({ measure: event.target.value }) }, ...Object.entries(MEASURES).map(([name, described]) => option(name, described.name, name === measure)));
-  const orders = el("select", { onchange: (event) => { order = event.target.value; show(); } }, option("id", "name", true), option("newest", "newest value, highest first"), option("most", "highest value, highest first"));
+  const orders = el("select", { onchange: (event) => { order = event.target.value; app.keep({ order: order === "id" ? "" : order }); show(); } }, ...Object.entries(ORDERS).map(([name, text]) => option(name, text, name === order)));
 
   function chosen({ pool: model = pool, measure: wanted = measure }) {
     [pool, measure, due] = [model, wanted, { pools: 0, instances: 0 }];
-    history.replaceState(null, "", `#/history?${new URLSearchParams({ ...(pool && { pool }), measure })}`);
+    app.keep({ pool, measure });
     refresh().catch(app.lost);
   }
 
@@ -122,9 +124,11 @@ export function historyView(app, query) {
   }
 
   const filter = filterBox("Filter by instance or model", (text) => {
-    words = text.toLowerCase().split(/\s+/).filter(Boolean);
+    words = wordsOf(text);
+    app.keep({ filter: text.trim() });
     show();
   });
+  filter.value = query.get("filter") ?? "";
   const element = el(
     "section", {},
     el("div", { className: "head" }, el("h1", { tabIndex: -1 }, "History"), el("label", {}, "of", pools), since),

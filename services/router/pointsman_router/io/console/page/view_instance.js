@@ -1,6 +1,7 @@
 // One instance: all that the router knows about it, and its latest decisions and sessions.
 
 import { el, facts, link, pill } from "./dom.js";
+import { onePerRequest } from "./feed.js";
 import { age, bare, count, countReported, num, orNone, percent, reported, seconds } from "./format.js";
 import { askCordon, askDrain, askWeight } from "./operate.js";
 import { Table } from "./table.js";
@@ -22,7 +23,7 @@ function evidenceOf(status) {
 }
 
 export function instanceView(app, id) {
-  const decisions = new Table({ label: "Decisions for it", columns: DECISION_COLUMNS, key: (decision) => decision.decisionId, pageSize: 25, empty: "No decision in the log placed a request on it." });
+  const decisions = new Table({ label: "Decisions for it", columns: DECISION_COLUMNS, key: (decision) => decision.requestId, pageSize: 25, empty: "No decision in the log placed a request on it." });
   const sessions = new Table({ label: "Sessions it owns", narrow: true, columns: SESSION_COLUMNS.filter(({ id }) => id !== "owner"), key: (session) => `${session.tenant}/${session.sessionId}/${session.model}`, pageSize: 25, empty: "It owns no session." });
   const about = el("div", {});
   const button = (text, ask) => el("button", { type: "button", disabled: true, onclick: () => status && ask(app, status) }, text);
@@ -32,7 +33,7 @@ export function instanceView(app, id) {
   let status;
   const element = el(
     "section", {},
-    el("div", { className: "head" }, link("#/fleet", "← Fleet"), el("h1", { tabIndex: -1 }, id), drain, cordon, weight),
+    el("div", { className: "head" }, link(app.addressOf("#/fleet"), "← Fleet"), el("h1", { tabIndex: -1 }, id), drain, cordon, weight),
     about,
     el("h2", {}, "Latest decisions ", el("a", { href: decisionsOf(id) }, "all")), decisions.element,
     el("h2", {}, "Sessions "), sessions.element,
@@ -51,7 +52,7 @@ export function instanceView(app, id) {
       app.call("ListDecisions", { filter: { instanceId: id }, pageSize: 25 }),
       app.call("ListSessions", { instanceId: id, pageSize: 100 }),
     ]);
-    decisions.update(made.decisions ?? []);
+    decisions.update(onePerRequest(made.decisions ?? []));
     sessions.update(owned.sessions ?? []);
   };
   return { element, title: id, up: "#/fleet", refresh };

@@ -36,12 +36,17 @@ const COLUMNS = [
   shared("reported", "Reported cached", reported, "Share of the input that was cached, as engines reported it"),
 ];
 
-export function outcomesView(app) {
+export function outcomesView(app, query) {
   const tiles = new Tiles();
-  const table = new Table({ label: "Outcomes by class, mode and reason", columns: COLUMNS, key: (g) => `${g.routeClass} ${g.mode} ${g.reason}`, empty: "No decision yet." });
+  const table = new Table({ label: "Outcomes by class, mode and reason", address: { query, keep: app.keep }, columns: COLUMNS, key: (g) => `${g.routeClass} ${g.mode} ${g.reason}`, empty: "No decision yet." });
   const offloads = el("section", { hidden: true });
   const since = el("span", { className: "muted" });
-  const last = el("select", { onchange: () => refresh().catch(app.lost) }, ...[100, 1000, 10000].map((n) => el("option", { value: String(n), selected: n === 1000 }, count(n))));
+  const chosen = () => {
+    app.keep({ last: last.value === "1000" ? "" : last.value });
+    refresh().catch(app.lost);
+  };
+  const asked = ["100", "10000"].includes(query.get("last")) ? query.get("last") : "1000";
+  const last = el("select", { onchange: chosen }, ...["100", "1000", "10000"].map((n) => el("option", { value: n, selected: n === asked }, count(n))));
   const refresh = async () => {
     const answer = await app.call("SummarizeDecisions", { last: Number(last.value) });
     const groups = answer.groups ?? [];

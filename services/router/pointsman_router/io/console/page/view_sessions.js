@@ -23,10 +23,10 @@ export const SESSION_COLUMNS = [
 ];
 
 export function sessionsView(app, query) {
-  const table = new Table({ label: "Sessions", narrow: true, columns: SESSION_COLUMNS, key: (s) => `${s.model} ${s.tenant ?? ""}/${s.sessionId}`, empty: "No session has an owner yet. A request with a session id creates one." });
+  const table = new Table({ label: "Sessions", narrow: true, address: { query, keep: app.keep }, columns: SESSION_COLUMNS, key: (s) => `${s.model} ${s.tenant ?? ""}/${s.sessionId}`, empty: "No session has an owner yet. A request with a session id creates one." });
   const total = el("span", { className: "muted" });
   const instance = query.get("instance") ?? "";
-  let text = "";
+  let text = query.get("filter") ?? "";
   const refresh = async () => {
     const answer = await app.call("ListSessions", { text, instanceId: instance, pageSize: 1000 });
     const listed = answer.sessions ?? [];
@@ -38,8 +38,10 @@ export function sessionsView(app, query) {
   };
   const filter = filterBox("Filter: part of TENANT/SESSION", (given) => {
     text = given.trim();
+    app.keep({ filter: text });
     refresh().catch(app.lost);
   });
+  filter.value = text;
   const element = el("section", {}, el("div", { className: "head" }, el("h1", { tabIndex: -1 }, instance ? `Sessions of ${instance}` : "Sessions"), filter, total), table.element);
   return { element, title: "Sessions", refresh };
 }

@@ -10,7 +10,7 @@ import { classText, meaningOf, reasonText } from "./words.js";
 export function whyView(app, id) {
   const body = el("div", {});
   const heading = el("h1", { tabIndex: -1 }, `Decision ${id}`);
-  const element = el("section", {}, el("div", { className: "head" }, el("a", { href: "#/decisions" }, "← Decisions"), heading), body);
+  const element = el("section", {}, el("div", { className: "head" }, el("a", { href: app.addressOf("#/decisions") }, "← Decisions"), heading), body);
   let shown;
   let closed = false;
   const refresh = async () => {
@@ -126,7 +126,7 @@ function came(decision) {
     ["Reported cached", hit === undefined ? (done ? "not reported by the engine" : "") : own ? `${count(hit)} tok; its own slices had computed ${count(own)} more` : `${count(hit)} tok (${signed(hit - num(decision.cachedTokens) - num(decision.kvLoad?.priceTokens))} compared with the prediction)`],
     ["Prompt", done?.promptTokens === undefined ? "" : `${count(done.promptTokens)} tok by the engine's count`],
     ["Output", done?.outputTokens === undefined ? "" : `${count(done.outputTokens)} tok`],
-    ["First token after", timings?.firstTokenMs ? span(timings.firstTokenMs / 1000) : ""],
+    ["First token after", timings?.firstTokenMs ? span(timings.firstTokenMs / 1000) : outcomeOf(decision) === "OK" ? "unknown: the answer was not streamed" : ""],
     ["Done after", timings?.doneMs ? span(timings.doneMs / 1000) : ""],
   ]), timings ? phases(timings) : undefined);
 }
