@@ -7,7 +7,10 @@
 #   ./make-certificates.sh k8s/components/tls/tls        for k8s/components/tls
 #   ./make-certificates.sh k8s/components/picker/tls     for k8s/components/picker
 set -eu
-[ $# -eq 1 ] || { echo "usage: $0 FOLDER" >&2; exit 2; }
+case "$#${1-}" in
+  1-h | 1--help) echo "usage: $0 FOLDER"; exit 0 ;;
+  1-* | 1 | [02-9]*) echo "usage: $0 FOLDER" >&2; exit 2 ;;
+esac
 umask 022
 mkdir -p "$1/authority"
 # As with the secrets, the folder is closed and its files are readable, because services run as other users.

@@ -6,7 +6,10 @@
 #   ./make-secrets.sh compose/secrets      for compose/compose.yaml
 #   ./make-secrets.sh k8s/base/secrets     for k8s/base
 set -eu
-[ $# -eq 1 ] || { echo "usage: $0 FOLDER" >&2; exit 2; }
+case "$#${1-}" in
+  1-h | 1--help) echo "usage: $0 FOLDER"; exit 0 ;;
+  1-* | 1 | [02-9]*) echo "usage: $0 FOLDER" >&2; exit 2 ;;
+esac
 umask 022
 mkdir -p "$1"
 # The folder is closed and its files are readable, because Compose mounts files with their owner and mode on the host, and

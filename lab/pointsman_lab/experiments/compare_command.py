@@ -117,10 +117,22 @@ def run(settings: CompareSettings) -> None:
             print_comparisons(where, comparisons, baseline)
             if settings.sweep or found:
                 print_knees(where, found)
+    console.print(_assumptions(settings), highlight=False)
     missing = len(cells) * settings.seeds - len(trials)
     if missing:
         console.print(f"[bold]interrupted[/bold]: {missing} of {len(cells) * settings.seeds} trials were not run")
         raise typer.Exit(130)
+
+
+def _assumptions(settings: CompareSettings) -> str:
+    """Return what the figures of a run assume that those of `pointsman shadow read` on the same log do not."""
+    starts = (
+        f"sessions start as by starts={settings.starts}" if settings.starts != "trace" else "sessions start as recorded"
+    )
+    return (
+        f"Policies against each other, on {settings.instances} modelled instances: {starts}, and a turn waits for the answer "
+        "before it. `pointsman shadow read` compares one policy with where a log's requests really went: docs/compare.md"
+    )
 
 
 def _run_batch(settings: CompareSettings, cells: Sequence[Cell], progress: Progress) -> list[Trial]:

@@ -34,6 +34,7 @@ SHELL = {
     "git",
     "jq",
     "kustomize",
+    "mkdir",
     "openssl",
     "pip",
     "redis-server",

@@ -61,6 +61,16 @@ def test_certificates_are_kept_and_good_for_their_service(tmp_path: Path) -> Non
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
 
 
+@pytest.mark.parametrize("script", ["make-secrets.sh", "make-certificates.sh"])
+def test_a_script_says_how_it_is_called(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, status in ((("--help",), 0), (("-h",), 0), (("--force",), 2), ((), 2), (("a", "b"), 2)):
+        done = run(DEPLOY / script, *words)
+        said = done.stdout if not status else done.stderr
+        assert (done.returncode, said) == (status, f"usage: {DEPLOY / script} FOLDER\n")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_redis_of_ones_own_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = tmp_path / "redis-url"
     make_secrets(tmp_path)
