@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import studies.admission.__main__
 import studies.default.__main__
 import studies.findings.__main__  # noqa: F401
-from pointsman_common.io.settings import add_settings_command
+from pointsman_common.io.settings import ARGUMENT, PARTS, add_settings_command
 from tests.support.docs.command_parsers import command_line
 
 command_line()  # Imports all modules with settings.
@@ -47,6 +47,23 @@ def test_help_says_all_of_every_setting(kind: type[BaseSettings], monkeypatch: p
     assert plain("Run it [as it is], with a [bold]sign[/bold].") in said
     for name, field in kind.model_fields.items():
         assert plain(field.description or "") in said, name
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
+@pytest.mark.parametrize("columns", [60, 80])
+def test_a_narrow_terminal_shows_whole_names(kind: type[BaseSettings], columns: int) -> None:
+    app = typer.Typer()
+    add_settings_command(app, "run", kind, lambda _: None, help_="Run it.")
+    app.command("other")(lambda: None)
+    shown = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, ["run", "--help"]).output
+    for name, field in kind.model_fields.items():
+        if field.json_schema_extra != ARGUMENT:
+            assert re.search(rf"--{name.replace('_', '-')}\b", shown), name
+
+
+def test_the_parts_of_variables_are_all_there_are() -> None:
+    prefixes = {str(kind.model_config["env_prefix"]) for kind in KINDS}
+    assert {prefix.removeprefix("POINTSMAN_").split("_")[0] for prefix in prefixes} - {""} == set(PARTS)
 
 
 def test_services_are_among_them() -> None:

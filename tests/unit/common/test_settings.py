@@ -140,6 +140,28 @@ def test_a_variable_that_all_services_read_may_be_misspelt(line: Line, monkeypat
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("POINTSMAN_GATWAY_LISTEN", "POINTSMAN_GATEWAY_LISTEN"),
+        ("POINTSMAN_ROUTERS_LISTEN", "POINTSMAN_ROUTER_LISTEN"),
+        ("POINTSMAN_TOKENS_DIR", "POINTSMAN_TOKEN_DIR"),
+        ("POINTSMAN_OPERATER_TOKEN", "POINTSMAN_OPERATOR_TOKEN"),
+        # Other parts', programs' own, and those of others.
+        ("POINTSMAN_AGENT_LISTEN", ""),
+        ("POINTSMAN_API_KEY", ""),
+        ("POINTSMAN_TEST_ENGINE_PYTHON", ""),
+        ("GATWAY_LISTEN", ""),
+    ],
+)
+def test_the_part_of_a_variable_may_be_misspelt(
+    line: Line, given: str, meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(given, "x")
+    told = f"pointsman track: {given} has no effect: it is no setting; is {meant} meant?\n" if meant else ""
+    assert line().stderr == told
+
+
 @pytest.mark.parametrize("name", ["TRACK_FILE", "TOKEN_DIR", "TLS_CA"])
 @pytest.mark.parametrize("text", ["", "  "])
 def test_a_path_that_is_set_to_nothing_is_an_error(

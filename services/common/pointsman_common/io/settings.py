@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 from urllib.parse import urlsplit
 
 import typer
+import typer.core
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -24,8 +25,6 @@ from pointsman_common.io.reloading_file import ReloadingFile
 S = TypeVar("S", bound=BaseSettings)
 # json_schema_extra of a field that is a positional argument on the command line.
 ARGUMENT: dict[str, Any] = {"argument": True}
-# Copy of the pattern in rich.markup.escape. Importing rich would cost each service memory that only --help needs.
-_MARKUP = re.compile(r"(\\*)(\[[a-zA-Z#/@][^[]*?\])")
 
 
 def _url(value: str) -> str:
@@ -172,6 +171,13 @@ def by_name(pairs: list[str]) -> dict[str, str]:
 
 # How similar a name must be to one that is meant, of 1.
 _NEAR = 0.7
+# The words after POINTSMAN_ in the names of variables: of each part, whose settings only its own programs load.
+PARTS = frozenset(
+    {
+        "AGENT", "AGREE", "CALIBRATE", "COMPARE", "DEMO", "EMULATE", "FINDINGS", "GATEWAY", "PROFILE", "REPLAY", "ROUTER",
+        "SERVE", "SHADOW", "SIMULATE", "STUDY", "TLS", "UP",
+    }
+)  # fmt: skip
 # Set for engines, beside which a service may run.
 _OF_ENGINES = {"POINTSMAN_AGENT_LOADS"}
 # What Kubernetes sets for a Service that is called, for example, pointsman-router.
@@ -227,7 +233,16 @@ def add_settings_command(
     command.__annotations__ = flags
     variable = f"{_flag(settings, example)} may be given as {_variable(settings, example)}" if example else ""
     epilog = f"Each flag has a variable: {variable}." if variable else None
-    app.command(name, help=_as_it_is(help_), epilog=epilog)(command)
+    app.command(name, cls=_PlainHelp, help=help_, epilog=epilog)(command)
+
+
+class _PlainHelp(typer.core.TyperCommand):
+    """A command whose help has whole names of flags on a terminal of any width. rich's tables cut them."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help without rich."""
+        self.rich_markup_mode = None
+        super().format_help(ctx, formatter)
 
 
 def load_settings(command: str, settings: type[S], **given: Any) -> S:
@@ -320,7 +335,11 @@ def _unread_variables(settings: type[BaseSettings]) -> Iterator[str]:
     removed = {_variable(settings, name): value for name, value in getattr(settings, "REMOVED", {}).items()}
     for name in sorted(map(str.upper, os.environ)):
         prefix = next(filter(name.startswith, filter(None, prefixes)), "")
-        if not prefix or name in known or _SERVICE_LINK.fullmatch(name):
+        if name in known or _SERVICE_LINK.fullmatch(name):
+            continue
+        if not prefix:
+            if meant := _meant(name):
+                yield f"{name} has no effect: it is no setting; is {meant} meant?"
             continue
         if name in removed:
             yield f"{name} has no effect: it {_now(removed[name])}"
@@ -328,6 +347,18 @@ def _unread_variables(settings: type[BaseSettings]) -> Iterator[str]:
         fields = [of.removeprefix(prefix) for of in known if of.startswith(prefix)]
         nearest = difflib.get_close_matches(name.removeprefix(prefix), fields, n=1, cutoff=_NEAR)
         yield f"{name} has no effect: it is no setting" + (f"; is {prefix}{nearest[0]} meant?" if nearest else "")
+
+
+def _meant(name: str) -> str:
+    """Return what a variable of no part is probably meant to be; "" for none, and for one that is not POINTSMAN_..."""
+    rest = name.removeprefix("POINTSMAN_")
+    part, _, of_part = rest.partition("_")
+    if rest == name or part in PARTS:
+        return ""
+    if of_part and (near := difflib.get_close_matches(part, PARTS, n=1, cutoff=_NEAR)):
+        return f"POINTSMAN_{near[0]}_{of_part}"
+    tokens = [field.upper() for field in Tokens.model_fields]
+    return "".join(f"POINTSMAN_{near}" for near in difflib.get_close_matches(rest, tokens, n=1, cutoff=_NEAR))
 
 
 def _shared_kinds() -> list[type[BaseSettings]]:
@@ -349,7 +380,9 @@ def _now(value: str) -> str:
 def _flag_type(field: FieldInfo) -> Any:
     default = None if field.is_required() else field.get_default(call_default_factory=True)
     has_default = default not in (None, "", [])
-    text = _as_it_is(f"{field.description} (default: {default})" if has_default else field.description or "")
+    if isinstance(default, list):
+        default = " ".join(map(str, default))
+    text = f"{field.description} (default: {default})" if has_default else field.description or ""
     kind: Any = str | None
     if field.json_schema_extra == ARGUMENT:
         return Annotated[kind, typer.Argument(help=text, show_default=False)]
@@ -369,11 +402,6 @@ def _metavar(annotation: Any) -> str:
     if inner:
         return _metavar(inner[0])
     return _METAVARS.get(annotation, "TEXT")
-
-
-def _as_it_is(text: str) -> str:
-    """Escape `text` for typer's help, which would treat words in square brackets as rich markup and omit them."""
-    return _MARKUP.sub(r"\1\1\\\2", text)
 
 
 def _parameter(name: str, flag: Any) -> inspect.Parameter:
