@@ -283,9 +283,12 @@ async def test_by_command() -> None:
             out, _ = await process.communicate()
             return out.decode()
 
+        alone = "warning: no instance of m is ready now: new requests for it may get 503, until one is or until you run "
         assert await pointsman("cordon", "a", "--reason", "a new disk") == (
-            "a is CORDONED, 0 requests open (cordoned: a new disk)\n"
+            f"a is CORDONED, 0 requests open (cordoned: a new disk)\n{alone}`pointsman uncordon a`\n"
         )
+        await Report(client).join("b")
+        assert await pointsman("cordon", "a") == "a is CORDONED, 0 requests open (cordoned: a new disk)\n"
         assert await pointsman("weight", "late", "0.1") == "late: no agent reports it (weight 0.1)\n"
         listed = await pointsman("instances")
         assert "CORDONED (a new disk" in listed
