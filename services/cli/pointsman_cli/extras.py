@@ -9,8 +9,11 @@ from importlib import metadata
 
 @cache
 def is_installed(extra: str) -> bool:
-    """Return whether all packages of an extra are installed. The code of all parts is in one wheel, so only the packages tell."""
-    needed = re.compile(rf"([\w.-]+).*;.*\bextra == ['\"]{extra}['\"]")
+    """Return whether all packages of an extra are installed. The code of all parts is in one wheel, so only the packages tell.
+
+    A package that only some versions of Python need is not looked for.
+    """
+    needed = re.compile(rf"([\w.-]+)[^;]*;\s*extra == ['\"]{extra}['\"]$")
     try:
         for requirement in metadata.requires("pointsman") or ():
             if found := needed.match(requirement):

@@ -159,3 +159,15 @@ def test_an_extra_is_installed_if_all_its_packages_are(monkeypatch: pytest.Monke
     installed = extras.is_installed.__wrapped__
     assert not installed("lab")
     assert installed("router")
+
+
+def test_a_package_that_this_python_does_not_need_is_no_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = metadata.distribution
+
+    def find(name: str) -> metadata.Distribution:
+        if name.replace("-", ".") == "backports.zstd":
+            raise metadata.PackageNotFoundError(name)
+        return own(name)
+
+    monkeypatch.setattr(metadata, "distribution", find)
+    assert extras.is_installed.__wrapped__("gateway")
