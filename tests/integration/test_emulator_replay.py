@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from itertools import pairwise
@@ -258,3 +259,14 @@ async def test_a_demo_that_cannot_run_fails_and_says_so(tmp_path: Path) -> None:
     text = (await process.stdout.read()).decode()
     assert await process.wait() == 1
     assert "none.jsonl" in text
+
+
+@pytest.mark.parametrize("command", ["demo", "replay"])
+def test_a_folder_that_cannot_be_written_is_told_before_the_replay(command: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    out = tmp_path / "file/run"
+    words = pointsman_command(command, "--out", str(out))
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, env=os.environ | {"COLUMNS": "500"})
+    said = ended.stdout + ended.stderr
+    assert said == f"pointsman {command}: {out} cannot be written; --out names another folder\n"
+    assert ended.returncode == (1 if command == "demo" else 2)

@@ -25,7 +25,7 @@ from rich.live import Live
 from rich.table import Table
 
 from pointsman_lab.live.local_fleet import ChildProcesses, LocalFleetError, PlaneAddresses, start_engines, start_plane
-from pointsman_lab.live.replay_command import ReplayError, ReplaySettings, replay, save
+from pointsman_lab.live.replay_command import ReplayError, ReplaySettings, check_writable, replay, save
 from pointsman_lab.report.request_record import RequestRecord
 from pointsman_lab.report.run_summary import print_summary
 from pointsman_lab.report.terminal import make_console
@@ -72,6 +72,7 @@ def run_demo(settings: DemoSettings) -> int:
     folder = Path(tempfile.mkdtemp(prefix="pointsman-demo-"))
     try:
         load_trace(settings.trace)
+        check_writable(settings.out)
         with ChildProcesses(folder) as processes:
             return _run(settings, console, processes, folder)
     except (LocalFleetError, TraceError, ReplayError) as error:
@@ -161,7 +162,7 @@ def _explain_a_placement(
     console.file.flush()
     environment = os.environ | {"COLUMNS": str(console.width)}
     subprocess.run([sys.executable, "-m", "pointsman_cli.main", *explain], check=False, timeout=30, env=environment)
-    hint = "" if settings.keep else " of a fleet that runs on (POINTSMAN_DEMO_KEEP=true make demo)"
+    hint = "" if settings.keep else " of a fleet that runs on (option --keep, or POINTSMAN_DEMO_KEEP=true)"
     console.print(f"\n[bold]Ask more[/bold]{hint}:", highlight=False)
     if not shutil.which("pointsman"):
         console.print(f'  export PATH="{Path(sys.executable).parent}:$PATH"', highlight=False, soft_wrap=True)
@@ -169,7 +170,7 @@ def _explain_a_placement(
         f"instances --router {plane.router}",
         f"decisions --router {plane.router} --session {asked.session}",
         f"explain {asked.decision} --router {plane.router}",
-        f"explain --prompt README.md --gateway {plane.url} --router {plane.router}",
+        f"explain --prompt {settings.out}/config.json --gateway {plane.url} --router {plane.router}",
         f"analyze {settings.out}",
     ):
         console.print(f"  pointsman {command}", highlight=False, soft_wrap=True)

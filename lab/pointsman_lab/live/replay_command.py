@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -103,6 +104,7 @@ def run(settings: ReplaySettings) -> None:
     """
     console = make_console()
     try:
+        check_writable(settings.out)
         with ReplayProgress(console) as progress:
             replayed = asyncio.run(replay(settings, progress.add, progress.begin))
     except (TraceError, ReplayError) as error:
@@ -155,6 +157,13 @@ class ReplayProgress:
             self._console.print(
                 f"{at:7.1f} s  {self._done:,} of {self._total:,} answered, {self._failed:,} failed", highlight=False
             )
+
+
+def check_writable(folder: Path) -> None:
+    """Raise ReplayError if the folder of a bundle cannot be written or made: before a replay, which may take long."""
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ReplayError(f"{folder} cannot be written; --out names another folder")
 
 
 def save(settings: ReplaySettings, replayed: ReplayResult) -> dict[str, Any]:

@@ -100,9 +100,9 @@ def _with_settings(panel: str, extras: str, name: str, settings: str, run: str, 
     return Command(name, panel, extras, register, line)
 
 
-def _in_lab(panel: str, name: str, module: str, settings: str, line: str) -> Command:
+def _in_lab(panel: str, name: str, module: str, settings: str, line: str, extras: str = "lab") -> Command:
     module = f"pointsman_lab.{module}"
-    return _with_settings(panel, "lab", name, f"{module}:{settings}", f"{module}:run", line)
+    return _with_settings(panel, extras, name, f"{module}:{settings}", f"{module}:run", line)
 
 
 def _on_fleet(panel: str, name: str, line: str) -> Command:
@@ -189,6 +189,7 @@ _LISTED = (
     _in_lab(
         MEASURE, "demo", "live.demo_command", "DemoSettings",
         "Run the whole control plane on this machine, with emulated engines.",
+        extras="agent,gateway,lab,router",
     ),
     Command(
         "shadow", MEASURE, "shadow", _shadow,
