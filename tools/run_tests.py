@@ -1,5 +1,5 @@
-"""Runs all tests but those in containers as concurrent pytest runs: while one run waits for its processes, the others use the
-machine.
+"""Runs all tests but those in containers and on other versions of Python as concurrent pytest runs: while one run waits for its
+processes, the others use the machine.
 
 Runs that only compute have a low priority. `--fast` leaves out the tests on real engines; other arguments are passed to the runs
 that start processes. The first run's report is shown as it is written, the other reports after it. Exits with the status of
@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
-ENGINES, UNIT, VIRTUAL, CONTAINERS = "tests/engine", "tests/unit", "tests/virtual", "tests/containers"
+ENGINES, UNIT, VIRTUAL = "tests/engine", "tests/unit", "tests/virtual"
+# They have targets of their own.
+LEFT_OUT = ("tests/containers", "tests/pythons")
 OPTIONS = ("--durations=20", "--durations-min=5")
 # Options of runs that only compute: their low priority makes them slow on a busy machine, and the long timeout still finds a
 # hang.
@@ -50,7 +52,7 @@ class Run:
 # The second run has all tests that the others do not name.
 RUNS = (
     Run("real engines", (ENGINES,), 0),
-    Run("processes", tuple(f"--ignore={path}" for path in (ENGINES, UNIT, VIRTUAL, CONTAINERS)), 1),
+    Run("processes", tuple(f"--ignore={path}" for path in (ENGINES, UNIT, VIRTUAL, *LEFT_OUT)), 1),
     # This niceness does not delay the other runs' processes, and a busy machine does not starve the run.
     Run("unit tests and virtual time", (UNIT, VIRTUAL), 4, computes=True),
 )

@@ -1,5 +1,5 @@
 """What `pip install pointsman[EXTRA]` brings, in an empty environment for each extra: the versions of the lock, nothing of other
-parts, and enough for its part to run."""
+parts, and enough for its part to run. What runs on other versions of Python is in tests/pythons."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
 import tomllib
 import urllib.request
@@ -24,9 +23,10 @@ import grimp
 import pytest
 
 from tests.support.processes.process import Process, free_port
+from tests.support.repository import REPOSITORY
+from tests.support.wheel import BIN, PLATFORMS, PYTHONS, build, resolve
 
-ROOT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
+ROOT = REPOSITORY
 READY_WITHIN_S = 60.0
 # What an image runs to install its part, of which PART names the extra.
 INSTALL = re.findall(
@@ -89,10 +89,15 @@ class Installed:
         return run(BIN / "uv", "pip", verb, "--python", self.folder / extra / "bin/python", *arguments)
 
 
-def run(*command: str | Path, status: int = 0) -> str:
+def run(*command: str | Path, status: int = 0, within_s: float = 100) -> str:
     """Run a command, which must end with `status`; return its stdout, or its stderr if `status` is not 0."""
     ended = subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=100, cwd="/", env=os.environ | OUTSIDE
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        timeout=within_s,
+        cwd="/",
+        env=os.environ | OUTSIDE,
     )
     assert ended.returncode == status, ended.stdout + ended.stderr
     return ended.stderr if status else ended.stdout
@@ -104,12 +109,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     # A build writes metadata beside the packages, with which engines of other tests would load the plug-ins.
     connector = folder / "connector"
     shutil.copytree(ROOT / "connector", connector, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    # As `make dist`: the wheel is built from the sdist.
-    for project, out in ((ROOT, dist), (connector, dist / "connector")):
-        build = ["build", "--no-build-isolation", "--python", sys.executable, "--out-dir", str(out), str(project)]
-        subprocess.run([str(BIN / "uv"), *build], check=True, capture_output=True, cwd=ROOT, timeout=100)
-    (wheel,) = dist.glob("pointsman-*.whl")
-    return Installed(wheel, folder)
+    build(connector, dist / "connector")
+    return Installed(build(ROOT, dist), folder)
 
 
 def test_the_wheel_has_the_packages_of_all_parts_and_the_license(installed: Installed) -> None:
@@ -144,6 +145,36 @@ def test_all_extras_together_have_every_command(installed: Installed) -> None:
     assert "Not installed" not in run(pointsman, "--help")
     for part in ("up", "router", "agent", "gateway", "serve", "emulate", "demo", "doctor"):
         assert "Usage" in run(pointsman, part, "--help")
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_needs_no_checkout(installed: Installed, tmp_path: Path) -> None:
+    ports = [f"--{name}-port={free_port()}" for name in ("listen", "router", "console")]
+    words = [
+        "env",
+        "-C",
+        tmp_path,
+        "COLUMNS=200",
+        installed.bin("all") / "pointsman",
+        "demo",
+        *ports,
+        "--time-scale=0.05",
+    ]
+    told = run(*words, within_s=200)
+    assert "demo: 78 requests of 16 sessions" in told
+    assert "none failed" in told
+    assert "the engine said: " in told
+    (prompt,) = re.findall(r"pointsman explain --prompt (\S+)", told)
+    assert (tmp_path / prompt).is_file()
+    assert {path.name for path in tmp_path.iterdir()} == {"runs"}
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_locked_packages_have_wheels(installed: Installed, python: str, platform: str) -> None:
+    lock = ROOT / "requirements/dev.lock"
+    found = resolve(installed.wheel, python, platform, "--constraints", lock)
+    assert {"grpcio", "scipy", "tokenizers", "uvloop"} <= found.keys()
 
 
 @pytest.mark.parametrize("extra", sorted(NOT_ITS_OWN))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import yaml
@@ -20,8 +19,6 @@ from tests.support.repository import REPOSITORY
 SUITE = "bookworm"
 PACKAGES = ("python3", "python3-pip", "python3-venv", "python-is-python3", "redis-server")
 REDIS_USER = "999:1000"
-# Settings of pip that name nothing but an address or this machine's certificates, for the containers too.
-PIP_SETTINGS = ("index-url", "extra-index-url", "cert", "trusted-host")
 
 
 def make_base_images(host: DockerHost, state: Path) -> None:
@@ -56,14 +53,12 @@ def _archive(state: Path) -> Path:
     if not archive.exists():
         part = state / f"part-{SUITE}.tar"
         pip, uv = state / "pip.conf", state / "uv.toml"
-        settings = _pip_settings()
+        settings = machine.pip_settings()
         # pip of the real image installs where Debian's wants to be asked.
         pip.write_text(
             "\n".join(["[global]", "break-system-packages = true", *(f"{k} = {v}" for k, v in settings.items())])
         )
-        uv.write_text(
-            "system-certs = true\n" + "".join(f'{k} = "{v}"\n' for k, v in settings.items() if k == "index-url")
-        )
+        uv.write_text(machine.uv_settings())
         machine.install(
             SUITE,
             PACKAGES,
@@ -74,11 +69,3 @@ def _archive(state: Path) -> Path:
         )
         part.rename(archive)
     return archive
-
-
-def _pip_settings() -> dict[str, str]:
-    """Return those of PIP_SETTINGS that this machine's pip has and that name no file or folder but the certificates."""
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
-    found = re.findall(r"^(?:global|:env:)\.+([a-z-]+)='(.*)'$", listed, re.MULTILINE)
-    settings = {name: value for name, value in found if name in PIP_SETTINGS and "file:" not in value}
-    return settings | ({"cert": str(machine.CERTIFICATES)} if "cert" in settings else {})

@@ -1,4 +1,5 @@
-"""What a Docker engine of the tests needs of this machine: Debian's packages, a kernel with overlay and bridges, a network."""
+"""What Docker engines and other roots of tests need of this machine: Debian's packages, a network, a kernel with overlay and
+bridges."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,8 @@ CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 # Links between engines and this machine have addresses of the network for benchmarks, 198.18.0.0/15 (RFC 2544).
 NETWORK = "198.18.213"
 LINKS = 8
+# Settings of pip that name nothing but an address or this machine's certificates, for other roots too.
+PIP_SETTINGS = ("index-url", "extra-index-url", "cert", "trusted-host")
 FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
 # In namespaces of its own the kernel must mount an overlay, and make a bridge and a pair of links.
 PROBE = """
@@ -22,6 +26,7 @@ mount -t tmpfs tmpfs /mnt && mkdir /mnt/low /mnt/up /mnt/work /mnt/all
 mount -t overlay -o lowerdir=/mnt/low,upperdir=/mnt/up,workdir=/mnt/work overlay /mnt/all
 ip link add probe type bridge && ip link add probe-a type veth peer name probe-b
 """
+NO_MIRROR = "apt has no mirror of Debian"
 
 
 class Unavailable(Exception):
@@ -34,8 +39,8 @@ def check() -> None:
         raise Unavailable("only root can start a Docker engine")
     if missing := [name for name in ("mmdebstrap", "unshare", "nsenter", "setpriv", "ip") if not shutil.which(name)]:
         raise Unavailable(f"missing programs: {', '.join(missing)} (.ci/run names the packages)")
-    if not _mirror():
-        raise Unavailable("apt has no mirror of Debian")
+    if not mirror():
+        raise Unavailable(NO_MIRROR)
     probe = subprocess.run(
         ["unshare", "--mount", "--net", "--pid", "--fork", "sh", "-ec", PROBE], capture_output=True, text=True
     )
@@ -53,13 +58,20 @@ def install(suite: str, packages: Sequence[str], target: Path, *hooks: str) -> N
         [
             *("mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join((*packages, 'ca-certificates'))}"),
             *(f"--customize-hook={hook}" for hook in (f"copy-in {CERTIFICATES} {folder}", *hooks)),
-            *(suite, str(target), _mirror()),
+            *(f"--aptopt={line}" for line in _apt_settings()),
+            *(suite, str(target), mirror()),
         ],
         check=True,
     )
 
 
-def _mirror() -> str:
+def _apt_settings() -> list[str]:
+    """Return this machine's setting of apt on lists that are older than they say, as a mirror that is a snapshot has them."""
+    dumped = subprocess.run(["apt-config", "dump", "Acquire::Check-Valid-Until"], capture_output=True, text=True)
+    return dumped.stdout.splitlines()
+
+
+def mirror() -> str:
     """Return the mirror from which apt of this machine installs Debian; "" if there is none."""
     if not shutil.which("apt-get"):
         return ""
@@ -67,6 +79,20 @@ def _mirror() -> str:
     listed = subprocess.run(["apt-get", "indextargets", "--format", line], capture_output=True, text=True).stdout
     mirrors = re.findall(r"^Debian main (\S+/debian/?)$", listed, re.MULTILINE)
     return mirrors[0] if mirrors else ""
+
+
+def pip_settings() -> dict[str, str]:
+    """Return those of PIP_SETTINGS that this machine's pip has and that name no file or folder but the certificates."""
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+    found = re.findall(r"^(?:global|:env:)\.+([a-z-]+)='(.*)'$", listed, re.MULTILINE)
+    settings = {name: value for name, value in found if name in PIP_SETTINGS and "file:" not in value}
+    return settings | ({"cert": str(CERTIFICATES)} if "cert" in settings else {})
+
+
+def uv_settings() -> str:
+    """Return a uv.toml with this machine's index, and with its certificates."""
+    chosen = [f'{name} = "{value}"\n' for name, value in pip_settings().items() if name == "index-url"]
+    return "".join(["system-certs = true\n", *chosen])
 
 
 def copy_names(root: Path) -> None:
