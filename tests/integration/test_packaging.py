@@ -24,7 +24,7 @@ import pytest
 
 from tests.support.processes.process import Process, free_port
 from tests.support.repository import REPOSITORY
-from tests.support.wheel import BIN, PLATFORMS, PYTHONS, build, resolve
+from tests.support.wheel import BIN, PLATFORMS, PYTHONS, build, resolve, with_extras
 
 ROOT = REPOSITORY
 READY_WITHIN_S = 60.0
@@ -171,10 +171,12 @@ def test_the_demo_needs_no_checkout(installed: Installed, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("python", PYTHONS)
-def test_the_locked_packages_have_wheels(installed: Installed, python: str, platform: str) -> None:
+def test_the_lock_has_what_each_python_needs_as_wheels(installed: Installed, python: str, platform: str) -> None:
     lock = ROOT / "requirements/dev.lock"
-    found = resolve(installed.wheel, python, platform, "--constraints", lock)
-    assert {"grpcio", "scipy", "tokenizers", "uvloop"} <= found.keys()
+    locked = resolve(lock.read_text(), python, platform, "--no-deps")
+    needed = resolve(with_extras(installed.wheel), python, platform, "--constraints", lock)
+    assert {"grpcio", "scipy", "tokenizers", "uvloop"} <= needed.keys()
+    assert needed.items() <= locked.items()
 
 
 @pytest.mark.parametrize("extra", sorted(NOT_ITS_OWN))

@@ -155,7 +155,7 @@ def test_an_engine_an_agent_and_serve_answer_a_chat(
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_index_has_wheels_of_all_packages(python: str, platform: str, built: Path) -> None:
-    assert {"grpcio", "scipy", "tokenizers", "uvloop"} <= resolve(built, python, platform).keys()
+    assert {"grpcio", "scipy", "tokenizers", "uvloop"} <= resolve(with_extras(built), python, platform).keys()
 
 
 def _answers(url: str) -> bool:

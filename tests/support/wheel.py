@@ -45,21 +45,21 @@ def with_extras(wheel: Path, extras: str = "all") -> str:
     return f"{wheel.name.partition('-')[0]}[{extras}] @ {wheel.as_uri()}"
 
 
-def resolve(wheel: Path, python: str, platform: str, *arguments: str | Path) -> dict[str, str]:
-    """Return name -> version of what `pip install WHEEL[all]` installs on a version of Python and a platform, from wheels alone.
-    No such interpreter is needed. Raises AssertionError with uv's words if that is impossible."""
+def resolve(asked: str, python: str, platform: str, *arguments: str | Path) -> dict[str, str]:
+    """Return name -> version of what pip installs for requirements, one a line, on a version of Python and a platform, from
+    wheels alone. No such interpreter is needed. Raises AssertionError with uv's words if that is impossible."""
     command = [UV, "pip", "compile", "--no-python-downloads", "--python-version", python, "--python-platform", platform]
-    asked = subprocess.run(
+    ended = subprocess.run(
         [*map(str, command), "--only-binary", ":all:", "--no-header", "--no-annotate", *map(str, arguments), "-"],
-        input=with_extras(wheel),
+        input=asked,
         capture_output=True,
         text=True,
         timeout=INSTALL_S,
         cwd="/",
     )
-    skip_if_unreachable(asked)
-    assert asked.returncode == 0, asked.stderr
-    return dict(re.findall(r"^([\w.-]+)==(\S+)", asked.stdout, re.MULTILINE))
+    skip_if_unreachable(ended)
+    assert ended.returncode == 0, ended.stderr
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", ended.stdout, re.MULTILINE))
 
 
 def skip_if_unreachable(ended: subprocess.CompletedProcess[str]) -> None:

