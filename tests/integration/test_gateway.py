@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import io
 import json
+import sys
 import zlib
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -14,7 +15,6 @@ from pathlib import Path
 import aiohttp
 import openai
 import pytest
-from backports import zstd
 from prometheus_client import generate_latest
 
 from pointsman.router.v1 import placement_pb2
@@ -22,6 +22,11 @@ from pointsman_common.core.block_keys import prompt_keys
 from tests.support.fakes.gateway_peers import MODEL, Stack, refusal, stack
 from tests.support.gateway_requests import CHAT, post
 from tests.support.waiting import eventually
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 # A stream that no other engine can continue without token ids, which these engines do not tell.
 ENDS_HERE = CHAT | {"stream": True, "stop": ["no such end"]}

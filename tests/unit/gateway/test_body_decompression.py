@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import sys
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
-from backports.zstd import compress as zstd
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +21,11 @@ from pointsman_gateway.core.body_decompression import (
     UndecodableBody,
     encoding_of,
 )
+
+if sys.version_info >= (3, 14):
+    from compression.zstd import compress as zstd
+else:
+    from backports.zstd import compress as zstd
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "zstd": zstd,
