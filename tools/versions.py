@@ -36,6 +36,7 @@ PLACES: dict[str, tuple[tuple[str, str], ...]] = {
         ("pyproject.toml", r'^python_version = "(.+)"'),
         ("deploy/docker/Dockerfile", r"^ARG PYTHON=(\d+\.\d+)"),
         ("README.md", r"Python (\d+\.\d+) or newer"),
+        ("docs/install.md", r"Python (\d+\.\d+) or newer"),
     ),
     "vllm": (
         ("pyproject.toml", r'"vllm==(.+?)"'),
