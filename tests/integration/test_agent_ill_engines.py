@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from structlog.testing import capture_logs
 
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman_agent.core import engine_life
@@ -221,6 +222,31 @@ async def test_events_from_before_an_engine_stands_still_are_no_sign_of_life_lat
     await ill.load(lambda load: not load.healthy, "an unhealthy engine")
     # One that was under way, which may have begun before the last event; those that count; and the one after them.
     assert ill.proxy.requests["/health"] <= probes + engine_life.UNHEALTHY_AFTER + 1
+
+
+async def test_the_log_says_that_an_engine_does_not_answer_and_that_its_events_show_that_it_does(
+    ill: Ill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_http, "METRICS_ANSWER_S", 0.1)
+    monkeypatch.setattr(engine_http, "ANSWER_S", 0.1)
+    monkeypatch.setattr(engine_life, "ALIVE_AFTER_SIGN_S", 0.1)
+
+    def said() -> list[tuple[str, str]]:
+        life = [entry for entry in logs if entry["event"] in (silent, "the engine answers again")]
+        assert all(entry["engine"] == ill.proxy.url for entry in life)
+        return [(entry["event"], entry["log_level"]) for entry in life]
+
+    silent = "the engine does not answer"
+    with capture_logs() as logs:
+        ill.proxy.set(Fault(hang=True))
+        await eventually(said, "an engine that does not answer")
+        assert said() == [(silent, "warning")]
+        # No probe is answered, so nothing but its events shows that it works.
+        await ill.prompt("others " * 200)
+        await eventually(lambda: len(said()) > 1, "an engine that answers again")
+        assert said()[1] == ("the engine answers again", "warning")
+        assert next(entry["reason"] for entry in logs if entry["event"] == silent).startswith("/health: ")
+    assert ill.unharmed()
 
 
 async def test_an_engine_of_which_nothing_answers_is_gone(ill: Ill, monkeypatch: pytest.MonkeyPatch) -> None:
