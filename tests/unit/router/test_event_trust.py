@@ -78,7 +78,7 @@ def test_announced_events_count_as_exact_after_an_answer_that_they_confirm() -> 
     assert (world.source(), "no answer" in record_of(world.router).prefix_reason) == (APPROXIMATE, True)
     world.turn(0, cached=0)
     assert (world.source(), record_of(world.router).prefix_reason) == (EVENTS, "")
-    assert any(isinstance(effect, ev.EventsTrusted) for effect in world.effects)
+    assert [effect.again for effect in world.effects if isinstance(effect, ev.EventsTrusted)] == [False]
 
 
 def test_events_that_never_arrive_are_not_worse_than_none() -> None:
@@ -103,6 +103,7 @@ def test_events_that_stop_are_replaced_by_placements_and_return_by_evidence() ->
     for number in range(20, 40):
         world.turn(number, cached=0)
     assert world.source() is EVENTS
+    assert [effect.again for effect in world.effects if isinstance(effect, ev.EventsTrusted)] == [False, True]
     # The copy lacks what was not told.
     assert [world.cached(number) for number in (0, 5, 25)] == [192, 0, 192]
 

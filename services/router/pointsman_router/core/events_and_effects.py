@@ -338,9 +338,11 @@ class EventsDistrusted(msgspec.Struct, frozen=True, gc=False):
 
 
 class EventsTrusted(msgspec.Struct, frozen=True, gc=False):
-    """An instance's keys come from its KV events from now on, since these agree with its answers."""
+    """An instance's keys come from its KV events from now on, since these agree with its answers. `again`: EventsDistrusted has
+    been told of it."""
 
     instance_id: str
+    again: bool
 
 
 class RefuseReport(msgspec.Struct, frozen=True, gc=False):

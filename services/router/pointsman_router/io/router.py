@@ -356,10 +356,10 @@ class Router:
                         instance=instance_id,
                         reason=reason,
                     )
-                case ev.EventsTrusted(instance_id):
-                    log.info(
-                        "an instance's KV events agree with its answers; its prefixes are exact", instance=instance_id
-                    )
+                case ev.EventsTrusted(instance_id, again):
+                    # As loud as the loss of trust: whoever keeps only warnings must hear of both.
+                    tell = log.warning if again else log.info
+                    tell("an instance's KV events agree with its answers; its prefixes are exact", instance=instance_id)
                 case ev.ReportIgnored(request_id, gateway_id):
                     ignored = True
                     self.telemetry.ignored_reports.inc()

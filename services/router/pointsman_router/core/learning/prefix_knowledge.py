@@ -183,7 +183,7 @@ class PrefixKnowledge:
             record.forget_snapshot()
             self.provisional.drop(instance_id)
         if trust.proven:
-            return [ev.EventsTrusted(instance_id)]
+            return [ev.EventsTrusted(instance_id, again=bool(trust.losses))]
         return [ev.EventsDistrusted(instance_id, record.prefix_reason)]
 
     def keep_placements(self, record: InstanceRecord, before: bool) -> None:
