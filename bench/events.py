@@ -36,6 +36,8 @@ from pointsman_lab.emulator.kv_event_publisher import (
 from pointsman_lab.live.local_fleet import ChildProcesses, start_plane
 from pointsman_lab.workload.tokenizer import ChatTokenizer
 
+# Of the questions' texts and order, and of what the publishers drop or remove.
+SEED = 1
 ENGINES = 3
 DOCUMENTS, QUESTIONS = 36, 8
 DOCUMENT_WORDS, QUESTION_WORDS = 600, 20
@@ -61,7 +63,7 @@ class _Publisher(KVEventPublisher):
     def __init__(self, case: str, host: str, port: int, replay_port: int) -> None:
         super().__init__(host, port, replay_port)
         self._case = case
-        self._random = random.Random(0)
+        self._random = random.Random(SEED)
         self._stored: list[int] = []
 
     def source(self) -> dict[str, Any]:
@@ -189,7 +191,7 @@ def tampering(case: str) -> Iterator[None]:
 
 async def _ask_all(url: str, model: str, run: _Run) -> None:
     """Send all questions about all documents, one after another, in an order that is the same in each run."""
-    draw = random.Random(1)
+    draw = random.Random(SEED)
     words = ChatTokenizer().words
     documents = [" ".join(draw.choices(words, k=DOCUMENT_WORDS)) for _ in range(DOCUMENTS)]
     prompts = [
