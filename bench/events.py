@@ -33,7 +33,7 @@ from pointsman_lab.emulator.kv_event_publisher import (
     KVEventPublisher,
     WireEvent,
 )
-from pointsman_lab.live.local_fleet import ChildProcesses, start_plane
+from pointsman_lab.live.local_fleet import ChildProcesses, begin_plane, wait_for_plane
 from pointsman_lab.workload.tokenizer import ChatTokenizer
 
 # Of the questions' texts and order, and of what the publishers drop or remove.
@@ -158,9 +158,9 @@ async def _run(case: str) -> _Run:
         engines = await _start_engines(case, settings)
         try:
             urls = [engine.url for engine in engines]
-            plane = await asyncio.to_thread(
-                start_plane, processes, Path(folder), urls, ["--policy", "unified"], (0, 0, 0)
-            )
+            plane = begin_plane(processes, Path(folder), urls, ["--policy", "unified"], (0, 0, 0))
+            # The engines answer in this thread.
+            await asyncio.to_thread(wait_for_plane, processes, plane, len(urls))
             await _ask_all(plane.url, settings.model, run)
             async with open_channel(plane.router) as channel:
                 stub: Any = fleet_pb2_grpc.FleetServiceStub(channel)

@@ -149,8 +149,20 @@ def start_plane(
     flags: Sequence[str],
     wanted: tuple[int, int, int],
 ) -> PlaneAddresses:
-    """Start router, agent and gateway in front of `engines` with `flags` of `pointsman up`; return when the gateway's tokens are
-    exact for all of them.
+    """As begin_plane(); return when the gateway's tokens are exact for all of `engines`."""
+    addresses = begin_plane(processes, folder, engines, flags, wanted)
+    wait_for_plane(processes, addresses, len(engines))
+    return addresses
+
+
+def begin_plane(
+    processes: ChildProcesses,
+    folder: Path,
+    engines: Sequence[str],
+    flags: Sequence[str],
+    wanted: tuple[int, int, int],
+) -> PlaneAddresses:
+    """Start router, agent and gateway in front of `engines` with flags of `pointsman up`. Call it in the main thread.
 
     `wanted`: ports of gateway, router and console; where one is taken, the next free one is used. The agent's state is kept in
     `folder`. Raises LocalFleetError.
@@ -160,8 +172,12 @@ def start_plane(
     given += ["--listen", addresses.listen, "--router-listen", addresses.router, "--console", addresses.console]
     given += ["--router-metrics", "", "--agent-metrics", "", "--state-dir", str(folder / "agent"), *flags]
     processes.start("control-plane", ["up", *given])
-    _wait_healthy(f"{addresses.url}/health", len(engines), processes)
     return addresses
+
+
+def wait_for_plane(processes: ChildProcesses, plane: PlaneAddresses, engines: int) -> None:
+    """Block until the gateway's tokens are exact for that many engines. Raises LocalFleetError."""
+    _wait_healthy(f"{plane.url}/health", engines, processes)
 
 
 class LocalPlane:
