@@ -9,6 +9,7 @@ import pytest
 from pointsman_common.core.block_keys import prompt_keys
 from pointsman_common.core.key_report_types import Delta
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.event_trust import SETTLE_S, WINDOW
 from pointsman_router.core.placement_types import InstanceState, Load, PrefixSource
 from pointsman_router.core.router_state import RouterState
 from tests.support.router_values import join, place, request, state
@@ -45,6 +46,14 @@ class World:
         for _ in range(3):
             self.now += 1.0
             self.speak()
+
+    def ask(self, number: int, *, told: bool) -> None:
+        """Let the engine compute a prompt; further ones follow at once."""
+        self.now += 0.1
+        self.queries += 200
+        self.effects += answer(self.router, f"r{self.now}", cached=0, now=self.now, prompt=prompt(number))
+        if told:
+            self.tell(keys(number))
 
     def speak(self) -> None:
         load = Load(self.now, prefix_cache_queries=self.queries, prefix_cache_hits=self.hits)
@@ -106,6 +115,46 @@ def test_events_that_stop_are_replaced_by_placements_and_return_by_evidence() ->
     assert [effect.again for effect in world.effects if isinstance(effect, ev.EventsTrusted)] == [False, True]
     # The copy lacks what was not told.
     assert [world.cached(number) for number in (0, 5, 25)] == [192, 0, 192]
+
+
+def test_what_was_placed_counts_until_it_is_known_whether_its_events_come_though_others_have_come() -> None:
+    """Half of the events are lost: the first answer of which they come makes all others seem exact."""
+    world = World()
+    world.ask(1, told=False)
+    world.ask(2, told=True)
+    assert world.source() is EVENTS
+    assert (world.cached(1), world.cached(2)) == (192, 192)
+    world.now += SETTLE_S
+    world.speak()
+    assert world.source() is EVENTS
+    assert record_of(world.router).trust.doubted
+    assert (world.cached(1), world.cached(2)) == (192, 192)
+    for number in range(3, 3 + WINDOW):
+        world.ask(number, told=True)
+    assert not record_of(world.router).trust.doubted
+
+
+def test_nothing_is_doubted_once_the_events_have_come_that_were_late_when_they_were_trusted() -> None:
+    world = World()
+    world.ask(1, told=False)
+    world.ask(2, told=True)
+    assert record_of(world.router).trust.doubted
+    world.tell(keys(1))
+    assert not record_of(world.router).trust.doubted
+    assert (world.source(), world.cached(1), world.cached(2)) == (EVENTS, 192, 192)
+
+
+def test_what_was_placed_counts_until_its_events_are_late_and_the_agent_speaks_again() -> None:
+    world = proven()
+    world.ask(1, told=False)
+    asked_at = world.now
+    while world.now < asked_at + 3 * SETTLE_S:
+        world.now += 0.9
+        world.router.handle(ev.Tick(), world.now)
+        assert world.cached(1) == 192, f"{world.now - asked_at:.1f} s after it was computed"
+        world.speak()
+        assert world.cached(1) == 192, f"{world.now - asked_at:.1f} s after it was computed"
+    assert world.source() is EVENTS
 
 
 def test_an_idle_engine_and_full_hits_are_no_evidence_against_events() -> None:

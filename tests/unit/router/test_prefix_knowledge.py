@@ -13,7 +13,7 @@ from pointsman_router.core.instances.instance_registry import InstanceRecord
 from pointsman_router.core.placement_types import Candidate, Decision, InstanceState, Load, Phase, PrefixSource
 from pointsman_router.core.prefix.computed_prompts import ComputedPrompts
 from pointsman_router.core.prefix.exact_index import IndexFull, PrefixIndex
-from pointsman_router.core.prefix.provisional_blocks import ProvisionalBlocks
+from pointsman_router.core.prefix.provisional_blocks import PROVISIONAL_S, ProvisionalBlocks
 from pointsman_router.core.router_state import RouterState
 from tests.support.router_values import hello, info, join, place, request, state
 
@@ -229,8 +229,9 @@ def test_an_answer_credits_its_prompt_at_once_until_events_speak() -> None:
     one = seen(router, now=1.6)
     assert (one.cached_tokens, one.provisional_tokens) == (192, 32)
     assert router.prefix_knowledge.provisional.count("a") == 2
-    router.handle(ev.Tick(), 3.0)
-    assert seen(router, now=3.0).cached_tokens == 160
+    later = 1.0 + PROVISIONAL_S
+    router.handle(ev.Tick(), later)
+    assert seen(router, now=later).cached_tokens == 160
     assert router.prefix_knowledge.provisional.count("a") == 0
 
 
@@ -637,8 +638,8 @@ def test_credit_counts_from_the_first_token_not_from_the_end() -> None:
     place(router, request("r", prompt=PROMPT))
     router.handle(ev.FirstToken("r"), 0.0)
     router.handle(ev.Finished("r", "OK"), 1.5)
-    router.handle(ev.Tick(), 2.0)
-    assert seen(router, now=2.0).cached_tokens == 0
+    router.handle(ev.Tick(), PROVISIONAL_S)
+    assert seen(router, now=PROVISIONAL_S).cached_tokens == 0
 
 
 def test_a_gateway_that_counts_less_work_than_was_done_leaves_nothing_pending() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_router.core.instances.prediction_audit import SLACK_BLOCKS, SLACK_SHARE
@@ -51,11 +52,14 @@ class EventTrust:
     # Answers that wait for their events: when they are due, and samples of their keys, the last first.
     _pending: deque[tuple[float, tuple[int, ...]]] = field(default_factory=deque)
     _missing: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    # Answers that are due by then waited already when the events were trusted last, and are yet to be compared; -inf: none.
+    _unsettled_until: float = -inf
 
     @property
     def doubted(self) -> bool:
-        """Whether any of the last answers computed blocks that the events did not report."""
-        return any(self._missing)
+        """Whether any of the last answers computed blocks that the events did not report, or waited for its events when these
+        were trusted: its keys are then neither in the copy nor provisional."""
+        return any(self._missing) or self._unsettled_until > -inf
 
     @property
     def waits(self) -> bool:
@@ -83,7 +87,7 @@ class EventTrust:
     def compare(self, holds: Callable[[int], bool], now: float, *, sparse: bool) -> bool:
         """Compare the answers that wait with the copy (`holds`: whether it has a key); return whether `proven` has changed, or
         the reason for the first time. Mutates."""
-        changed = False
+        changed, before = False, self.proven
         agrees = any if sparse else all
         for _ in range(len(self._pending)):
             due, samples = self._pending.popleft()
@@ -93,6 +97,10 @@ class EventTrust:
                 changed |= self._miss()
             else:
                 self._pending.append((due, samples))
+        if self.proven and not before:
+            self._unsettled_until = self._pending[-1][0] if self._pending else -inf
+        elif not self._pending or self._pending[0][0] > self._unsettled_until:
+            self._unsettled_until = -inf
         return changed
 
     def short(self) -> None:
@@ -105,6 +113,7 @@ class EventTrust:
         self.agreed = 0
         self.reason = reason
         self._missing.clear()
+        self._unsettled_until = -inf
         if lost or self.needed == FIRST_AGREEMENTS:
             self.needed = min(AGREEMENTS_AFTER_LOSS << self.losses, MAX_AGREEMENTS)
             self.losses += 1

@@ -11,8 +11,9 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-# How long a provisional key counts, s.
-PROVISIONAL_S = 2.0
+# How long a provisional key counts, s: until its events are late (event_trust.SETTLE_S) and the next message of an agent that is
+# not silent (prefix_knowledge.LEAST_SILENCE_S) has led to doubts about them, so that what was placed counts.
+PROVISIONAL_S = 4.0
 # Maximum number of provisional keys of all instances.
 MAX_KEYS = 200_000
 
