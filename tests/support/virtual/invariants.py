@@ -43,8 +43,8 @@ MOST_PREDICTED_S = 20.0
 # them. One request at a time is on trial besides, after pauses that double. Each other engine of the pool that answers badly
 # meanwhile makes it as many more: beside its errors those of this one are likelier, and it explains none of them.
 KNOWN_WITHIN, SHARE, TRIALS = 20, 0.05, 3
-# The same of one that spoils its answers: first tokens come from it, so breaks are judged by how often others make any error.
-SPOILT_KNOWN_WITHIN = 60
+# The same of one that spoils its answers: first tokens come from it, so some breaks in a row are compared with those of others.
+SPOILT_KNOWN_WITHIN = 30
 # How many engines a request may kill.
 KILLED = 2
 # How long after an illness or a start an engine may be put out, s.

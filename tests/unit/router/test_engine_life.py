@@ -248,6 +248,30 @@ def test_streams_that_break_after_their_first_token_add_up_beside_others_that_en
     assert (ill.opened, ill.errors, ill.failures) == (0, 0, 0)
 
 
+def test_first_tokens_of_streams_that_break_do_not_hide_answers_that_are_lost_whole() -> None:
+    """An engine that spoils each answer: streams after some tokens, others before any byte of them is passed on."""
+    life = EngineLife()
+    assert not breaks(life, "s0")
+    assert not life.failed("w0", 0.0, SETTINGS)
+    assert not breaks(life, "s1")
+    assert life.failed("w1", 0.0, SETTINGS)
+    well = EngineLife()
+    for number in range(30):
+        breaks(well, f"s{number}")
+        well.failed(f"w{number}", 0.0, SETTINGS)
+        answers(well, f"a{number}")
+        assert not well.opened
+
+
+def test_breaks_that_another_engine_repeats_leave_only_answers_that_are_lost() -> None:
+    life = EngineLife()
+    life.failed("w0", 0.0, SETTINGS)
+    for number in range(10):
+        assert not breaks(life, f"s{number}")
+        life.excused(SETTINGS, broke=True, witness=True)
+    assert (life.failures <= 1, life.opened) == (True, 0)
+
+
 def test_requests_that_every_engine_rejects_hide_no_breaks() -> None:
     pool = PoolAnswers()
     ill, well = EngineLife(pool), EngineLife(pool)

@@ -9,8 +9,9 @@ pattern is the circuit breaker of Nygard, Release It!. An answer puts the engine
   another engine has not answered the same request, errors in a row are compared with what the pool's other engines answer
   meanwhile (`_unlikely`). An error that a second engine repeats, which works otherwise, is the request's own fault.
 - A stream that breaks after its first token is a failure and an error. First tokens, of it or of others, end no series of such
-  breaks: only an answer that ended well does, or a request on trial whose answer has gone on for `PROGRESS_S`. Breaks are also
-  compared by themselves with those of others, so that requests which every engine rejects do not hide them.
+  breaks, nor of the other failures among them: only an answer that ended well does, or a request on trial whose answer has gone
+  on for `PROGRESS_S`. Breaks are also compared by themselves with those of others, so that requests which every engine rejects do
+  not hide them.
 - An answer that has begun and stands still counts as a break, too. An engine that meanwhile sends nothing else, and by its own
   count generates nothing, is out at once. Words that parsers hold back stand still at all engines of the pool.
 - An engine that answers nothing, silent or not reached, gets one request at a time even where no other engine is left: a trial
@@ -89,6 +90,7 @@ class EngineLife:
     answered_at: float = -inf  # when the last one began or ended
     sign_at: float = -inf  # when the last byte came, or the last progress of a prefill
     failures: int = 0  # in a row
+    lost: int = 0  # those of the failures that are no streams which broke after their first token
     errors: int = 0  # in a row, of which no other engine has shown whose fault they were
     breaks: int = 0  # those of the errors that are streams which broke after their first token
     status: int = 0  # HTTP status of the last error; 0: a broken connection
@@ -181,7 +183,7 @@ class EngineLife:
         self._errors_before += self.errors - self.breaks
         self.answers += 1
         self.answered_at = self.sign_at = now
-        self.failures, self.errors = 0, self.breaks
+        self.failures, self.errors = self.lost, self.breaks
         if self.opened and self.trial == request_id:
             self.trial_began = now
         return False
@@ -192,12 +194,16 @@ class EngineLife:
         self.pool.answers += not again
         self.answers += 1
         self.answered_at = self.sign_at = now
-        self.failures = self.errors = self.breaks = 0
+        self.failures = self.lost = self.errors = self.breaks = 0
         self._begins_series()
         return self._closed() if self.opened else False
 
     def failed(self, request_id: str, now: float, settings: LifeSettings, cause: str = FAILURES) -> bool:
         """Record a failure."""
+        self.lost += 1
+        return self._failed(request_id, now, settings, cause)
+
+    def _failed(self, request_id: str, now: float, settings: LifeSettings, cause: str) -> bool:
         self.failures += 1
         if not settings.failures:
             return False
@@ -231,7 +237,7 @@ class EngineLife:
             self._broke()
         if self._errs(request_id):
             return self._put_out(request_id, now, settings, ERRORS)
-        return self.failed(request_id, now, settings)
+        return self._failed(request_id, now, settings, FAILURES)
 
     def excused(self, settings: LifeSettings, *, broke: bool, witness: bool) -> bool:
         """Take back the last error, or failure (`broke`), since another engine repeated it with the same request. `witness`:
@@ -247,6 +253,7 @@ class EngineLife:
                 self.pool.errors += 1
         elif not broke and witness and self.errors:
             self.errors -= 1
+        self.lost = min(self.lost, self.failures)
         if (
             self.opened == 1
             and self.cause in (FAILURES, UNREACHED)
@@ -319,7 +326,7 @@ class EngineLife:
     def _put_out(self, request_id: str, now: float, settings: LifeSettings, cause: str) -> bool:
         """Record a failure that is enough by itself."""
         self.failures = max(self.failures, settings.failures - 1)
-        return self.failed(request_id, now, settings, cause)
+        return self._failed(request_id, now, settings, cause)
 
     def _begins_series(self) -> None:
         pool = self.pool
@@ -344,7 +351,7 @@ class EngineLife:
         return _are_unlikely(self.errors, errors, answers) or _are_unlikely(self.breaks, breaks, answers)
 
     def _closed(self) -> bool:
-        self.failures = self.errors = self.breaks = self.opened = 0
+        self.failures = self.lost = self.errors = self.breaks = self.opened = 0
         self.trial = self.cause = ""
         return True
 
