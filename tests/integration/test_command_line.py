@@ -130,6 +130,7 @@ def test_the_doctor_finds_a_sound_fleet_sound_and_says_what_is_wrong(fleet: Flee
     assert "FAIL" not in healthy
     assert "warn" not in healthy
     assert "its tokens equal the engine's" in healthy
+    assert fleet.ask("doctor", "--router", fleet.router).count(f"gateway {fleet.gateway}") == 1, "the router knows it"
     nowhere = f"127.0.0.1:{free_port()}"
     sick = fleet.ask(
         "doctor", "--router", nowhere, "--gateway", f"http://{nowhere}", "--redis-url", f"redis://{nowhere}", status=1

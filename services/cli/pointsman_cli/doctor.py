@@ -16,7 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2
 from pointsman_cli.all_routers import instances_of
-from pointsman_cli.doctor_findings import TIMEOUT_S, EngineAccess, Finding, complete, reason_of_request, skew
+from pointsman_cli.doctor_findings import TIMEOUT_S, EngineAccess, Finding, clock, complete, reason_of_request
+from pointsman_cli.doctor_gateways import known_gateways, named_gateway
 from pointsman_cli.doctor_kv import answers, transfers
 from pointsman_cli.doctor_redis import RedisUrls, redis_findings
 from pointsman_cli.instance_commands import engine_count, order_words, orders_of, state_words, suspension
@@ -28,8 +29,6 @@ from pointsman_common.core.vllm_versions import standing
 AGENT = "http://127.0.0.1:9101"
 # Age of an instance's last report above which it is a finding, s.
 STALE_REPORT_S = 5.0
-# Difference of clocks above which it is a finding, s.
-CLOCK_SKEW_S = 2.0
 # Maximum number of instances that one finding names.
 SHOWN = 5
 # Maximum number of engines without an instance that are named.
@@ -49,28 +48,33 @@ ANSWERS_NOTHING = ("silence", "unreached")
 
 def examine(
     router: str,
-    gateway: str,
+    gateway: str = "",
     redis: RedisUrls | None = None,
     agents: Sequence[str] = (),
     access: EngineAccess | None = None,
 ) -> list[Finding]:
-    """Return all findings about the fleet of a router ("HOST:PORT") and a gateway (base URL), and about the engines of `agents`
-    (base URLs). Sends each engine a request for one token, and pairs that can transfer KV short prompts."""
+    """Return all findings about the fleet of a router ("HOST:PORT") and a gateway (base URL; empty: those that the router knows),
+    and about the engines of `agents` (base URLs). Sends each engine a request for one token, and pairs that can transfer KV short
+    prompts."""
     findings: list[Finding] = []
-    findings += _router(router, access or EngineAccess())
+    replicas: fleet_pb2.ListReplicasResponse | None = None
+    try:
+        replicas = ask(router, lambda fleet: fleet.ListReplicas, fleet_pb2.ListReplicasRequest(), TIMEOUT_S)
+        findings += _router(router, replicas, access or EngineAccess())
+    except grpc.RpcError as error:
+        findings.append(unanswered(router, error))
     for agent in agents:
         findings += _agent(agent)
-    findings += _gateway(gateway)
+    findings += named_gateway(gateway) if gateway else known_gateways(router, replicas)
     if redis is not None:
         findings += redis_findings(redis)
     return findings
 
 
-def _router(router: str, access: EngineAccess) -> Iterator[Finding]:
+def _router(router: str, replicas: fleet_pb2.ListReplicasResponse, access: EngineAccess) -> Iterator[Finding]:
     """Yield findings about a router, the other routers, and the instances."""
     try:
         fleet, silent = instances_of(router)
-        replicas = ask(router, lambda fleet: fleet.ListReplicas, fleet_pb2.ListReplicasRequest(), TIMEOUT_S)
         with dial(router) as channel:
             health = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service="pointsman.router.v1.PlacementService"), timeout=TIMEOUT_S
@@ -421,7 +425,7 @@ def _engine(instance: agent_pb2.Instance, access: EngineAccess) -> Iterator[Find
         )
     else:
         yield Finding(Finding.OK, name, "answers, and reports its cached tokens")
-    yield from _clock(name, ahead_s)
+    yield from clock(name, ahead_s)
 
 
 def _agent(agent: str) -> Iterator[Finding]:
@@ -445,42 +449,3 @@ def _agent(agent: str) -> Iterator[Finding]:
             yield Finding(Finding.OK, what, "is monitored")
         else:
             yield Finding(Finding.FAIL, what, engine["problem"], "see the engine's log, and the agent's settings")
-
-
-def _gateway(gateway: str) -> Iterator[Finding]:
-    try:
-        with urllib.request.urlopen(f"{gateway}/health", timeout=TIMEOUT_S) as answer:
-            status, body, ahead_s = answer.status, json.load(answer), skew(answer.headers.get("Date"))
-    except urllib.error.HTTPError as error:
-        status, body, ahead_s = error.code, json.loads(error.read() or b"{}"), skew(error.headers.get("Date"))
-    except OSError as error:
-        yield Finding(Finding.FAIL, "gateway", f"{gateway}: {reason_of_request(error)}", "check that it runs")
-        return
-    if status != 200:
-        yield Finding(Finding.FAIL, "gateway", f"not ready: {json.dumps(body)}", "see what is missing in its /health")
-    else:
-        yield Finding(Finding.OK, "gateway", "ready")
-    if picker := body.get("picker"):
-        found = f"proxies ask it on port {picker['port']}; {picker['open_requests']} of their requests are open"
-        yield Finding(Finding.OK, "picker", found)
-    for model, state in (body.get("models") or {}).items():
-        if state.get("exact"):
-            yield Finding(Finding.OK, f"tokenizer {model}", "its tokens equal the engine's")
-        else:
-            yield Finding(
-                Finding.WARN,
-                f"tokenizer {model}",
-                str(state.get("reason", "differs from the engine's")),
-                "give the gateway --tokenizers MODEL=FOLDER with the engine's tokenizer.json and chat template",
-            )
-    yield from _clock("gateway", ahead_s)
-
-
-def _clock(name: str, ahead_s: float | None) -> Iterator[Finding]:
-    if ahead_s is not None and abs(ahead_s) > CLOCK_SKEW_S:
-        yield Finding(
-            Finding.WARN,
-            name,
-            f"its clock differs by {ahead_s:+.0f} s",
-            "run NTP, so that logs of several nodes can be compared",
-        )

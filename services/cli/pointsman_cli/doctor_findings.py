@@ -8,6 +8,7 @@ import socket
 import ssl
 import time
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +16,8 @@ from pointsman.agent.v1 import agent_pb2
 
 # Timeout of a call or an HTTP request, s.
 TIMEOUT_S = 10.0
+# Difference of clocks above which it is a finding, s.
+CLOCK_SKEW_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,17 @@ def reason_of_request(error: OSError) -> str:
 def skew(date: str | None) -> float | None:
     """Return by how much the clock that wrote an HTTP Date header is ahead of this one, s; None without a header."""
     return email.utils.parsedate_to_datetime(date).timestamp() - time.time() if date else None
+
+
+def clock(name: str, ahead_s: float | None) -> Iterator[Finding]:
+    """Yield a finding if the clock of `name` is ahead of this one, or behind, by `ahead_s` s (None: unknown)."""
+    if ahead_s is not None and abs(ahead_s) > CLOCK_SKEW_S:
+        yield Finding(
+            Finding.WARN,
+            name,
+            f"its clock differs by {ahead_s:+.0f} s",
+            "run NTP, so that logs of several nodes can be compared",
+        )
 
 
 def complete(

@@ -28,6 +28,7 @@ from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_cli.all_routers import instances_of, newest_decisions, of_its_router, pool_policies, warn
 from pointsman_cli.doctor import examine
 from pointsman_cli.doctor_findings import EngineAccess, Finding, reason_of_request
+from pointsman_cli.doctor_gateways import GATEWAY
 from pointsman_cli.doctor_redis import RedisUrls
 from pointsman_cli.installed_policies import installed_policies
 from pointsman_cli.instance_commands import (
@@ -61,7 +62,6 @@ GatewayFlag = Annotated[
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
-GATEWAY = "http://127.0.0.1:8080"
 # Environment variable with a client's API key. There is no flag for the key, because all users of a machine can see flags.
 API_KEY = "POINTSMAN_API_KEY"
 
@@ -301,7 +301,14 @@ def policies(
 
 def doctor(
     router: RouterFlag = DEFAULT_ROUTER,
-    gateway: GatewayFlag = GATEWAY,
+    gateway: Annotated[
+        str,
+        typer.Option(
+            envvar="POINTSMAN_GATEWAY",
+            callback=lambda given: url_of(given) if given else "",
+            help="base URL, or HOST:PORT, of the gateway to check; without it, those that the router knows",
+        ),
+    ] = "",
     redis_url: Annotated[
         str, typer.Option(envvar="POINTSMAN_ROUTER_REDIS_URL", help="URL of the routers' Redis, to check it")
     ] = "",

@@ -2428,6 +2428,7 @@ class ListReplicasResponse(_message.Message):
     THIS_REPLICA_FIELD_NUMBER: _builtins.int
     LOST_REPLICAS_FIELD_NUMBER: _builtins.int
     POLICY_CHANGES_FIELD_NUMBER: _builtins.int
+    GATEWAYS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:
         """The live replicas, ordered by id. Only the replica that answers if there is no shared store."""
@@ -2450,6 +2451,10 @@ class ListReplicasResponse(_message.Message):
     def policy_changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyChange]:
         """When another policy began to decide for a pool of the replica that answers: the latest 100, newest first."""
 
+    @_builtins.property
+    def gateways(self) -> _containers.RepeatedCompositeFieldContainer[Global___Gateway]:
+        """The gateway processes with an open stream to the replica that answers, ordered by id."""
+
     def __init__(
         self,
         *,
@@ -2458,14 +2463,47 @@ class ListReplicasResponse(_message.Message):
         this_replica: Global___RouterStatus | None = ...,
         lost_replicas: _abc.Iterable[Global___Replica] | None = ...,
         policy_changes: _abc.Iterable[Global___PolicyChange] | None = ...,
+        gateways: _abc.Iterable[Global___Gateway] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["this_replica", b"this_replica"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost_replicas", b"lost_replicas", "policy_changes", b"policy_changes", "pools", b"pools", "replicas", b"replicas", "this_replica", b"this_replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateways", b"gateways", "lost_replicas", b"lost_replicas", "policy_changes", b"policy_changes", "pools", b"pools", "replicas", b"replicas", "this_replica", b"this_replica"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListReplicasResponse: _TypeAlias = ListReplicasResponse  # noqa: Y015
+
+@_typing.final
+class Gateway(_message.Message):
+    """A gateway process with an open stream to the replica that answers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    gateway_id: _builtins.str
+    """Id of the gateway process."""
+    url: _builtins.str
+    """Base URL of its API by its own settings (http://HOST:PORT). HOST may be a wildcard (0.0.0.0, [::], none) for all of its addresses,
+    or a loopback address of its machine. Empty if not reported.
+    """
+    address: _builtins.str
+    """IP address from which it reached the replica, which may be a proxy's. Empty if it is in the replica's own process."""
+    def __init__(
+        self,
+        *,
+        gateway_id: _builtins.str = ...,
+        url: _builtins.str = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "gateway_id", b"gateway_id", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Gateway: _TypeAlias = Gateway  # noqa: Y015
 
 @_typing.final
 class PolicyChange(_message.Message):

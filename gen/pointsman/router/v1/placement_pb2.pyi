@@ -437,6 +437,7 @@ class GatewayHello(_message.Message):
     OPEN_STREAMS_FIELD_NUMBER: _builtins.int
     WAITING_REQUEST_IDS_FIELD_NUMBER: _builtins.int
     KNOWN_INSTANCE_IDS_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     """Id of the gateway process, unique, and constant for the life of the process. Required. PERMISSION_DENIED if the caller's
     token does not permit the id (the router's gateways_file). ALREADY_EXISTS (GATEWAY_ID_IN_USE) if another gateway has the id:
@@ -446,6 +447,8 @@ class GatewayHello(_message.Message):
     """Secret that proves the gateway_id, the same on all streams to all routers. At least 16 random bytes that the process
     generates at its start and sends only to routers. A caller with another secret counts as another gateway. Required.
     """
+    url: _builtins.str
+    """Base URL of the gateway's API, as FleetService tells operators (Gateway.url). Empty: unknown."""
     @_builtins.property
     def open_streams(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenStream]:
         """The gateway's running requests, of all pools. A replica uses those of the pools that it owns."""
@@ -468,10 +471,11 @@ class GatewayHello(_message.Message):
         open_streams: _abc.Iterable[Global___OpenStream] | None = ...,
         waiting_request_ids: _abc.Iterable[_builtins.str] | None = ...,
         known_instance_ids: _abc.Iterable[_builtins.str] | None = ...,
+        url: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "known_instance_ids", b"known_instance_ids", "open_streams", b"open_streams", "secret", b"secret", "waiting_request_ids", b"waiting_request_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "known_instance_ids", b"known_instance_ids", "open_streams", b"open_streams", "secret", b"secret", "url", b"url", "waiting_request_ids", b"waiting_request_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -118,6 +118,10 @@ class LocalContext:
         """Return no certificate: there is no connection."""
         return {}
 
+    def peer(self) -> str:
+        """Return an empty name: there is no connection."""
+        return ""
+
     def time_remaining(self) -> float | None:
         """As gRPC's: s, or None without a timeout."""
         return None if self._until is None else max(self._until - asyncio.get_running_loop().time(), 0.0)

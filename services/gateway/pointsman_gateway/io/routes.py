@@ -161,6 +161,7 @@ class Gateway:
             self._fleet_changed,
             self.telemetry.router.set,
             dial,
+            settings.url,
         )
         self.telemetry.open.set_function(lambda: self.router.open_count)
         self.telemetry.unconfirmed_ends.set_function(lambda: self.router.unconfirmed_ends)

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from pointsman_common.core.addresses import parse_address
 from pointsman_common.io.settings import Entries, HostPort, OptionalHostPort, OtlpEndpoint, Pairs, Targets, by_name
 from pointsman_gateway.core.cors import ORIGIN
 from pointsman_gateway.core.request.request_events import RequestTimeouts
@@ -268,6 +269,12 @@ class GatewaySettings(BaseSettings):
         if self.max_buffered_body_bytes < self.max_body_bytes:
             raise ValueError("max_buffered_body_bytes must be at least max_body_bytes")
         return self
+
+    @property
+    def url(self) -> str:
+        """The base URL of the API as `listen` has it, also with a wildcard as its host; empty if its port is chosen at start."""
+        scheme = "http" if self.tls_cert is None else "https"
+        return f"{scheme}://{self.listen}" if parse_address(self.listen).port else ""
 
     def alias_map(self) -> dict[str, str]:
         """Return a map from the requested name to the served name."""

@@ -107,9 +107,11 @@ class AgentStream:
 
 
 class GatewayStream:
-    """The queue of messages to one gateway."""
+    """The queue of messages to one gateway. `url` and `address` are those of fleet_pb2.Gateway."""
 
-    def __init__(self) -> None:
+    def __init__(self, url: str = "", address: str = "") -> None:
+        self.url = url
+        self.address = address
         self.batch_queue: BatchQueue[placement_pb2.SessionResponse] = BatchQueue()
 
     def send(self, **kind: object) -> None:

@@ -125,7 +125,8 @@ class _Request:
 class RouterClient:
     """Sends requests and reports to routers. All calls must come from the event loop that start() ran on.
 
-    `gateway_id` must be unique for this process: routers reserve it for the process that used it first.
+    `gateway_id` must be unique for this process: routers reserve it for the process that used it first. `url` is the gateway's
+    own, for operators; empty: unknown.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class RouterClient:
         on_pools: Callable[[Sequence[placement_pb2.Pool]], None],
         on_connected: Callable[[bool], None],
         dial: Dial = open_channel,
+        url: str = "",
     ) -> None:
         self._configured = list(dict.fromkeys(routers))
         self._gateway_id = gateway_id
@@ -146,6 +148,7 @@ class RouterClient:
         self._on_pools = on_pools
         self._on_connected = on_connected
         self._open_channel = dial
+        self._url = url
         self._owners = PoolOwners()
         self._session_ends = SessionEnds()
         self._sessions: dict[str, RouterSession] = {}
@@ -628,6 +631,7 @@ class RouterClient:
             open_streams=[request.open_stream() for request in requests if request.instance_id],
             waiting_request_ids=[request.request.request_id for request in requests if request.asking],
             known_instance_ids=[instance.instance_id for pool in self._owners.pools() for instance in pool.instances],
+            url=self._url,
         )
 
     def _session_up(self, session: RouterSession) -> None:

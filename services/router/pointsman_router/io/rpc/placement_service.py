@@ -7,12 +7,14 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
 from msgspec.structs import replace
 
 from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
+from pointsman_common.core.addresses import parse_address
 from pointsman_common.core.block_keys import KEY_SCHEME
 from pointsman_common.io.auth import credentials
 from pointsman_common.io.channel import END_OF_STREAM
@@ -31,6 +33,14 @@ FinishContext: TypeAlias = "grpc.aio.ServicerContext[placement_pb2.FinishRequest
 
 # Minimum length of a gateway's secret, bytes.
 MIN_SECRET_BYTES = 16
+# Maximum length of a gateway's URL, characters; a longer one counts as not reported.
+MAX_URL = 300
+
+
+def address_of_peer(peer: str) -> str:
+    """Return the IP address in gRPC's name of a peer ("ipv4:10.0.0.1:4711", "ipv6:%5B::1%5D:4711"); empty if it has none."""
+    kind, _, address = unquote(peer).partition(":")
+    return parse_address(address).host if kind in ("ipv4", "ipv6") else ""
 
 
 class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
@@ -59,7 +69,7 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
             )
         if not self._router.gateway_claims.claim(hello.gateway_id, hello.secret, time.monotonic()):
             await abort(context, gateway_id_status(hello.gateway_id))
-        stream = GatewayStream()
+        stream = GatewayStream(hello.url if len(hello.url) <= MAX_URL else "", address_of_peer(context.peer()))
         welcome = placement_pb2.GatewayWelcome(
             router_id=self._router.settings.router_id,
             epoch=self._router.store.epoch,

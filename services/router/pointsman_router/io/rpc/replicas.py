@@ -37,6 +37,8 @@ def replicas_to_wire(router: Router) -> fleet_pb2.ListReplicasResponse:
         answer.lost_replicas.add(router_id=replica.router_id, heartbeat_age=age)
     for unix_s, taken in reversed(router.policy_changes):
         answer.policy_changes.append(operator_messages.policy_change_to_wire(unix_s, taken))
+    for gateway_id, stream in sorted(router.gateways.items()):
+        answer.gateways.add(gateway_id=gateway_id, url=stream.url, address=stream.address)
     for pool in state.instances.pools():
         owned = state.owned.owns(pool.model)
         answer.pools.add(
