@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.containers.clients import load, vendors
 from tests.support.containers.compose import Project
+from tests.support.containers.scrapes import all_are_scraped
 
 pytestmark = pytest.mark.timeout(900)
 URL = "https://127.0.0.1:8080"
@@ -22,8 +23,8 @@ SHAKE = (
 @pytest.fixture(scope="module")
 def up(project: Project) -> Iterator[Project]:
     """The running services."""
-    project.configure(COMPOSE_PROFILES="emulated", COMPOSE_FILE="compose.yaml:tls.yaml")
-    project.compose("up", "--detach", "--wait")
+    project.configure(COMPOSE_PROFILES="emulated,telemetry", COMPOSE_FILE="compose.yaml:tls.yaml")
+    project.start()
     yield project
     project.compose("down", "--volumes", "--timeout=10")
 
@@ -60,6 +61,10 @@ def test_the_router_wants_a_certificate_of_its_clients(up: Project) -> None:
 def test_operators_commands_work_in_the_routers_container(up: Project) -> None:
     listed = up.compose("exec", "router", "pointsman", "instances")
     assert listed.count("READY") == 2, listed
+    for flags in ("", "--gateway https://gateway:8080"):
+        found = up.compose("exec", "router", "sh", "-c", f"pointsman doctor {flags} 2>&1; echo status $?")
+        assert found.endswith("status 0\n"), found
+        assert found.count("its tokens equal the engine's") == 1, found
 
 
 def test_redis_speaks_nothing_but_tls(up: Project) -> None:
@@ -67,3 +72,7 @@ def test_redis_speaks_nothing_but_tls(up: Project) -> None:
     assert "PONG" not in tried
     pong = up.compose("exec", "redis", "redis-cli", "-e", "--tls", "--cacert", "/run/tls/ca.pem", "ping")
     assert pong == "PONG\n"
+
+
+def test_prometheus_scrapes_the_gateway_by_tls(up: Project) -> None:
+    all_are_scraped(up.host)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from tests.support.containers.docker_host import BUILD_S, DockerHost
 from tests.support.repository import REPOSITORY
 
 UP_S = 300.0
+# Services of the profile `telemetry` whose programs no registry of packages has.
+WITHOUT_IMAGE = ("grafana", "otel-collector")
 
 
 @dataclass
@@ -58,9 +61,18 @@ class Project:
         """Run `docker compose` in its folder; return its stdout."""
         return self.host.run("docker", "compose", *words, folder=self.folder, within_s=within_s, check=check)
 
+    def start(self) -> None:
+        """Start the services of the profiles that have images here, or start them again, and wait until they are healthy."""
+        services = self.compose("config", "--services").split()
+        self.compose("up", "--detach", "--wait", *(name for name in services if name not in WITHOUT_IMAGE))
+
     def build(self) -> None:
-        """Build all images of the profile."""
-        self.compose("build", within_s=BUILD_S)
+        """Build all images of the profile. A second attempt goes on where the first has failed, perhaps at a download."""
+        try:
+            self.compose("build", within_s=BUILD_S)
+        except AssertionError as failed:
+            print(f"building failed, once more:\n{failed}", file=sys.stderr)
+            self.compose("build", within_s=BUILD_S)
 
     def inspect(self, service: str) -> dict[str, Any]:
         """Return what `docker inspect` says of a service's container, also of one that has ended."""

@@ -9,20 +9,38 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.support.containers import machine
 from tests.support.processes.process import Process
+from tests.support.repository import REPOSITORY
 
+# Where root, images and layers stay for the next run.
+STATE = REPOSITORY / ".state/containers"
 SCRIPT = Path(__file__).with_name("namespaces.sh")
-PACKAGES = ("docker.io", "docker-cli", "docker-compose", "docker-buildx", "iptables", "nftables", "iproute2", "tini")
+PACKAGES = (
+    "mount",
+    "docker.io",
+    "docker-cli",
+    "docker-compose",
+    "docker-buildx",
+    "iptables",
+    "nftables",
+    "iproute2",
+    "tini",
+)
+# The program by which Docker gives a container NVIDIA's GPUs, which here are none. It gets the container's state.
+GPU_HOOK = "#!/bin/sh\nexec cat > /dev/null\n"
 # Programs of containers see nothing of this process's environment.
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -61,25 +79,54 @@ class DockerHost:
         """Run a command of Docker's own client; return its stdout."""
         return self.run("docker", *words, within_s=within_s, check=check)
 
+    def build(self, name: str, *lines: str) -> None:
+        """Build an image from the lines of a Dockerfile that copies no files."""
+        subprocess.run(
+            self.command("docker", "build", "--quiet", "--tag", name, "-"),
+            input="\n".join(lines),
+            text=True,
+            stdout=subprocess.DEVNULL,
+            env=ENVIRONMENT,
+            check=True,
+            timeout=BUILD_S,
+        )
+
+    def get_json(self, url: str) -> Any:
+        """Return what a published port answers."""
+        script = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=10).read().decode())"
+        done = subprocess.run(
+            self.client(sys.executable, "-c", script, url),
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+        )
+        return json.loads(done.stdout)
+
     def client(self, *words: str) -> list[str]:
         """Return the command that runs a program of this machine in the engine's network, where published ports are."""
         return ["nsenter", f"--target={self.pid}", "--net", "setpriv", "--pdeathsig", "KILL", *words]
 
 
 @contextmanager
-def docker_host(state: Path, logs: Path) -> Iterator[DockerHost]:
-    """Start a Docker engine whose root, layers and images stay in `state`; end it, and all of its containers.
-
-    Raises machine.Unavailable if this machine cannot run one.
-    """
-    machine.check()
-    with ExitStack() as stack:
-        state.mkdir(parents=True, exist_ok=True)
-        lock = stack.enter_context((state / "lock").open("w"))
+def locked(state: Path) -> Iterator[None]:
+    """Keep other runs away from `state`, which is made if it is missing. Raises RuntimeError if one uses it."""
+    state.mkdir(parents=True, exist_ok=True)
+    with (state / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise RuntimeError(f"another run of these tests uses {state}") from None
+        yield
+
+
+@contextmanager
+def docker_host(state: Path, logs: Path) -> Iterator[DockerHost]:
+    """Start a Docker engine whose root, layers and images stay in `state`; end it, and all of its containers.
+
+    Raises machine.Unavailable if there is no way from it to this machine's network.
+    """
+    with ExitStack() as stack:
         root = _root(state)
         data = state / "docker"
         data.mkdir(exist_ok=True)
@@ -130,7 +177,7 @@ def _clean(host: DockerHost) -> None:
 def _root(state: Path) -> Path:
     """Return the folder with the engine's programs, which is made if it is missing."""
     suite = "trixie"
-    root = state / f"root-{suite}-{hashlib.sha256(' '.join(PACKAGES).encode()).hexdigest()[:8]}"
+    root = state / f"root-{suite}-{hashlib.sha256(' '.join((*PACKAGES, GPU_HOOK)).encode()).hexdigest()[:8]}"
     if not root.exists():
         for old in state.glob("root-*"):
             shutil.rmtree(old)
@@ -138,6 +185,9 @@ def _root(state: Path) -> Path:
         machine.install(suite, PACKAGES, part)
         (part / "var/lib/docker").mkdir()
         (part / "trees").mkdir()
+        hook = part / "usr/local/bin/nvidia-container-runtime-hook"
+        hook.write_text(GPU_HOOK)
+        hook.chmod(0o755)
         part.rename(root)
     return root
 

@@ -1,5 +1,5 @@
-"""What Docker engines and other roots of tests need of this machine: Debian's packages, a network, a kernel with overlay and
-bridges."""
+"""What Docker engines and other roots of tests need of this machine: Debian's packages, a network, a kernel with overlay,
+bridges and netfilter."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +21,21 @@ LINKS = 8
 # Settings of pip that name nothing but an address or this machine's certificates, for other roots too.
 PIP_SETTINGS = ("index-url", "extra-index-url", "cert", "trusted-host")
 FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
-# In namespaces of its own the kernel must mount an overlay, and make a bridge and a pair of links.
+# Attempts to install a Debian, and the pause between them, s: a mirror may fail for a moment.
+ATTEMPTS, PAUSE_S = 3, 20.0
+PROGRAMS = ("mmdebstrap", "unshare", "nsenter", "setpriv", "ip", "iptables", "nft")
+# In namespaces of its own the kernel must mount an overlay, make a bridge and a pair of links, and take the rules by which Docker
+# and `network` translate addresses: with matches and targets of xtables, and of nftables alone.
 PROBE = """
 mount -t tmpfs tmpfs /mnt && mkdir /mnt/low /mnt/up /mnt/work /mnt/all
 mount -t overlay -o lowerdir=/mnt/low,upperdir=/mnt/up,workdir=/mnt/work overlay /mnt/all
 ip link add probe type bridge && ip link add probe-a type veth peer name probe-b
+iptables -t nat -A POSTROUTING -s 198.18.0.0/30 ! -o probe -j MASQUERADE
+iptables -t nat -A PREROUTING -m addrtype --dst-type LOCAL -p tcp --dport 80 -j DNAT --to-destination 198.18.0.2:80
+iptables -A FORWARD -o probe -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT
+nft add table ip probe
+nft 'add chain ip probe out { type nat hook postrouting priority 100 ; }'
+nft add rule ip probe out ip saddr 198.18.0.2 masquerade
 """
 NO_MIRROR = "apt has no mirror of Debian"
 
@@ -37,32 +48,45 @@ def check() -> None:
     """Raise Unavailable if this machine cannot run a Docker engine."""
     if os.geteuid() != 0:
         raise Unavailable("only root can start a Docker engine")
-    if missing := [name for name in ("mmdebstrap", "unshare", "nsenter", "setpriv", "ip") if not shutil.which(name)]:
+    if missing := [name for name in PROGRAMS if not shutil.which(name)]:
         raise Unavailable(f"missing programs: {', '.join(missing)} (.ci/run names the packages)")
     if not mirror():
         raise Unavailable(NO_MIRROR)
+    if not os.access(FORWARDING, os.W_OK):
+        raise Unavailable(f"{FORWARDING} cannot be written")
     probe = subprocess.run(
         ["unshare", "--mount", "--net", "--pid", "--fork", "sh", "-ec", PROBE], capture_output=True, text=True
     )
     if probe.returncode:
-        raise Unavailable(f"the kernel refuses: {probe.stderr.strip().splitlines()[-1]}")
+        said = probe.stderr.strip().splitlines() or [f"status {probe.returncode}"]
+        raise Unavailable(f"the kernel refuses: {said[-1]}")
 
 
 def install(suite: str, packages: Sequence[str], target: Path, *hooks: str) -> None:
     """Install a Debian with `packages` into a folder or a .tar file, with this machine's mirror and certificates. `hooks`: shell
     commands, with the new root as their $1."""
-    if target.is_dir():
-        shutil.rmtree(target)
     folder = CERTIFICATES.parent
-    subprocess.run(
-        [
-            *("mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join((*packages, 'ca-certificates'))}"),
-            *(f"--customize-hook={hook}" for hook in (f"copy-in {CERTIFICATES} {folder}", *hooks)),
-            *(f"--aptopt={line}" for line in _apt_settings()),
-            *(suite, str(target), mirror()),
-        ],
-        check=True,
-    )
+    command = [
+        *("mmdebstrap", "--quiet", "--variant=essential", f"--include={','.join((*packages, 'ca-certificates'))}"),
+        # What is interrupted is made again, so nothing has to wait for the disk.
+        *('--aptopt=Acquire::Retries "3"', "--dpkgopt=force-unsafe-io"),
+        *(f"--dpkgopt=path-exclude=/usr/share/{unused}/*" for unused in ("doc", "info", "locale", "man")),
+        *(f"--customize-hook={hook}" for hook in (f"copy-in {CERTIFICATES} {folder}", *hooks)),
+        *(f"--aptopt={line}" for line in _apt_settings()),
+        *(suite, str(target), mirror()),
+    ]
+    for attempt in range(1, ATTEMPTS + 1):
+        if target.is_dir():
+            shutil.rmtree(target)
+        try:
+            subprocess.run(command, check=True)
+        except subprocess.CalledProcessError:
+            if attempt == ATTEMPTS:
+                raise
+            print(f"installing Debian {suite} failed, attempt {attempt} of {ATTEMPTS}", file=sys.stderr)
+            time.sleep(PAUSE_S)
+        else:
+            return
 
 
 def _apt_settings() -> list[str]:

@@ -197,7 +197,10 @@ def test_what_operators_choose_holds_at_once_and_is_told_without_a_reason() -> N
     set_policy(fleet.router, make_policy("auto"), fleet.now)
     assert fleet.reason == "few_instances"
     fleet.wait(2.0)
-    assert [(change.policy, change.reason) for _, change in fleet.changes] == [("lpwl", ""), ("unified", "few_instances")]
+    assert [(change.policy, change.reason) for _, change in fleet.changes] == [
+        ("lpwl", ""),
+        ("unified", "few_instances"),
+    ]
 
 
 @pytest.mark.parametrize("bound", [SHORT_COST, LONGER_COST, LONG_COST])
@@ -222,7 +225,9 @@ class Choices:
     def second(self, facts: PoolFacts) -> None:
         self.now, self.facts = self.now + 1.0, facts
         before = self.choices.choice("m", self.now - 0.5).taken
-        changes = [effect for effect in self.choices.tick(lambda _: True, self.now) if isinstance(effect, ev.PolicyTaken)]
+        changes = [
+            effect for effect in self.choices.tick(lambda _: True, self.now) if isinstance(effect, ev.PolicyTaken)
+        ]
         after = Auto().taken(self.choices.facts("m", self.now))
         assert len(changes) == (not after.acts_as(before))
         self.changed_at += [self.now for _ in changes]
