@@ -16,7 +16,8 @@ TORCH_PIP_ARGS ?=
 BIN := .venv/bin
 .DELETE_ON_ERROR:
 
-.PHONY: help demo bench scoreboard test test-fast test-containers test-pythons test-next check format protos lock clean images dist
+.PHONY: help demo bench scoreboard test test-fast test-containers test-containers-gpu test-pythons test-next check format protos lock clean
+.PHONY: images dist
 .PHONY: env env-engine env-engine-next env-aiperf env-clients env-envoy env-judges env-guidellm
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -92,6 +93,9 @@ test-next: env-engine-next  ## the tests on a real vLLM with another one: [NEXT_
 
 test-fast: env env-aiperf env-clients env-envoy  ## the tests that need no real vLLM
 	$(BIN)/python -m tools.run_tests --fast
+
+test-containers-gpu: env env-engine  ## as test-containers, the profile gpu with a real vLLM on the CPU, 4 GB of disk
+	POINTSMAN_TEST_CONTAINERS_GPU=1 $(BIN)/python -m pytest --durations=10 --durations-min=10 tests/containers/test_gpu.py
 
 test-containers: env  ## the images and compose files on a Docker engine that it starts, <= 12 minutes (needs root, mmdebstrap)
 	$(BIN)/python -m pytest --durations=10 --durations-min=10 $(or $(TESTS),tests/containers)
