@@ -18,6 +18,7 @@ from pointsman_router.core.kv_load import NO_LOAD
 from pointsman_router.core.learning.load_price_fit import LoadPriceFit
 from pointsman_router.core.placement_types import Candidate, Decision, Load
 from pointsman_router.core.prefill_curve import DEFAULT_CURVE
+from pointsman_router.core.prefix.provisional_blocks import PROVISIONAL_S
 from pointsman_router.core.router_state import RouterState
 from pointsman_router.io.telemetry.decision_log import LoggedDecision
 from tests.support.router_values import info, join, place, request, set_policy, state
@@ -227,6 +228,10 @@ def test_the_price_is_a_part_of_the_work_until_the_load_is_done() -> None:
     assert reservation.pending_tokens == pytest.approx(8_000, abs=16)
 
 
+# Time between two of the requests below, s.
+EVERY_S = 2.0 * PROVISIONAL_S
+
+
 def loaded(router: RouterState, number: int, now: float, *, load_s: float, cached: int | None = None) -> None:
     """A request that loads 1,000 blocks in `load_s`, on an engine as fast as its curve says."""
     name = f"r{number}"
@@ -239,8 +244,8 @@ def loaded(router: RouterState, number: int, now: float, *, load_s: float, cache
     router.handle(ev.FirstToken(name), now)
     router.handle(ev.Finished(name, "OK", cached_tokens=one.present_tokens if cached is None else cached), now)
     # Provisional blocks must not count in the next request.
-    router.handle(ev.Tick(), now + 2.5)
-    report(router, Delta(2 + number, DEVICE), now=now + 2.5)
+    router.handle(ev.Tick(), now + PROVISIONAL_S + 0.5)
+    report(router, Delta(2 + number, DEVICE), now=now + PROVISIONAL_S + 0.5)
 
 
 def learned() -> RouterState:
@@ -261,8 +266,8 @@ def test_the_price_is_learned_from_first_tokens() -> None:
     before = seen(router, now=51.0).kv_load
     samples = router.prefill_observer.samples("m", "")
     for number in range(LoadPriceFit.TRUSTED_AFTER + 2):
-        loaded(router, number, 52.0 + 6.0 * number, load_s=10 * before.seconds)
-    now = 52.0 + 6.0 * (LoadPriceFit.TRUSTED_AFTER + 2)
+        loaded(router, number, 52.0 + EVERY_S * number, load_s=10 * before.seconds)
+    now = 52.0 + EVERY_S * (LoadPriceFit.TRUSTED_AFTER + 2)
     after = seen(router, now=now).kv_load
     assert after.seconds == pytest.approx(10 * before.seconds, rel=0.2)
     assert after.price_tokens > before.price_tokens
@@ -272,8 +277,8 @@ def test_the_price_is_learned_from_first_tokens() -> None:
 def test_tiers_that_are_not_loaded_lose_their_credit_for_a_while() -> None:
     router = learned()
     for number in range(SHORTFALLS + 2):
-        loaded(router, number, 52.0 + 6.0 * number, load_s=0.01, cached=16_000)
-    now = 52.0 + 6.0 * (SHORTFALLS + 2)
+        loaded(router, number, 52.0 + EVERY_S * number, load_s=0.01, cached=16_000)
+    now = 52.0 + EVERY_S * (SHORTFALLS + 2)
     assert seen(router, now=now).kv_load == NO_LOAD
     assert seen(router, now=now).cached_tokens == 16_000, "the blocks on the GPU were there"
     report(router, Delta(2 + SHORTFALLS + 2, DEVICE), now=now + AGAIN_S)

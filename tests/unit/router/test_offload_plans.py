@@ -26,6 +26,7 @@ from pointsman_router.core.placement_types import (
     StepKind,
 )
 from pointsman_router.core.policy.base import Policy, offload
+from pointsman_router.core.prefix.provisional_blocks import PROVISIONAL_S
 from pointsman_router.core.router_state import RouterState, StateSettings
 from pointsman_router.io.convert import operator_messages
 from pointsman_router.io.telemetry.decision_log import LoggedDecision
@@ -278,11 +279,11 @@ def test_elastic_offloads_only_while_the_cache_owner_decodes() -> None:
     assert (first.step.instance_id, first.last) == ("d", True)
     # The engine's events do not say that r1's prompt is cached, and its provisional keys are gone when r2 comes.
     router.handle(ev.FirstToken("r1"), 1.0)
-    second = placed(router, "r2", 4.0)
+    second = placed(router, "r2", 2.0 + PROVISIONAL_S)
     assert (second.step.instance_id, second.decision.instance_id, second.last) == ("p", "d", False)
     assert second.decision.result.reason == "prefill_idle_decode_busy"
     # P is busy now: to wait there for another 2,000 tokens would take longer than the transfer gains.
-    assert placed(router, "r3", 4.0).decision.result.reason == "prefill_overloaded"
+    assert placed(router, "r3", 2.0 + PROVISIONAL_S).decision.result.reason == "prefill_overloaded"
     assert router.affinity.owner("m", "/s", 4.0) == "d"
 
 
