@@ -150,21 +150,12 @@ def test_all_extras_together_have_every_command(installed: Installed) -> None:
 @pytest.mark.timeout(300)
 def test_the_demo_needs_no_checkout(installed: Installed, tmp_path: Path) -> None:
     ports = [f"--{name}-port={free_port()}" for name in ("listen", "router", "console")]
-    words = [
-        "env",
-        "-C",
-        tmp_path,
-        "COLUMNS=200",
-        installed.bin("all") / "pointsman",
-        "demo",
-        *ports,
-        "--time-scale=0.05",
-    ]
-    told = run(*words, within_s=200)
-    assert "demo: 78 requests of 16 sessions" in told
-    assert "none failed" in told
-    assert "the engine said: " in told
-    (prompt,) = re.findall(r"pointsman explain --prompt (\S+)", told)
+    pointsman = installed.bin("all") / "pointsman"
+    said = run("env", "-C", tmp_path, "COLUMNS=200", pointsman, "demo", *ports, "--time-scale=0.05", within_s=200)
+    assert "demo: 78 requests of 16 sessions" in said
+    assert "none failed" in said
+    assert "the engine said: " in said
+    (prompt,) = re.findall(r"pointsman explain --prompt (\S+)", said)
     assert (tmp_path / prompt).is_file()
     assert {path.name for path in tmp_path.iterdir()} == {"runs"}
 

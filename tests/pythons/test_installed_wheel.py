@@ -133,7 +133,7 @@ def test_an_engine_an_agent_and_serve_answer_a_chat(
     engine, router, gateway = (f"127.0.0.1:{free_port()}" for _ in range(3))
     commands = {
         "emulate": ["--port", engine.rpartition(":")[2]],
-        "agent": ["--engines", f"http://{engine}", "--routers", router, "--state-dir", tmp_path, "--metrics-listen", ""],
+        "agent": ["--engines", f"http://{engine}", "--routers", router, "--state-dir", str(tmp_path), "--metrics-listen", ""],
         "serve": [],
     }  # fmt: skip
     parts = {"ROUTER_LISTEN": router, "ROUTER_METRICS_LISTEN": "", "GATEWAY_LISTEN": gateway}
