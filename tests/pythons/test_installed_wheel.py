@@ -131,7 +131,7 @@ def test_an_engine_an_agent_and_serve_answer_a_chat(
     installed: Installed, processes: list[Process], tmp_path: Path
 ) -> None:
     engine, router, gateway = (f"127.0.0.1:{free_port()}" for _ in range(3))
-    commands = {
+    commands: dict[str, list[str | Path]] = {
         "emulate": ["--port", engine.rpartition(":")[2]],
         "agent": ["--engines", f"http://{engine}", "--routers", router, "--state-dir", str(tmp_path), "--metrics-listen", ""],
         "serve": [],
