@@ -16,7 +16,7 @@ def test_a_python_that_is_too_old_is_named_and_nothing_is_made(tmp_path: Path) -
     shutil.copytree(REPOSITORY / "requirements", tmp_path / "requirements")
     command = ["make", "env", "MIN_PYTHON=9.9", f"PYTHON={sys.executable}"]
     refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
-    own = "%d.%d" % sys.version_info[:2]
+    own = f"{sys.version_info.major}.{sys.version_info.minor}"
     said = (
         f"Pointsman needs Python 9.9 or newer, and {sys.executable} is {own}: name another one, as in PYTHON=python9.9"
     )
