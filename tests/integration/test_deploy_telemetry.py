@@ -212,6 +212,8 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
             stack.services[name]["environment"] |= {
                 "POINTSMAN_ROUTER_ADVERTISE": f"{name}:50051",
                 "POINTSMAN_ROUTER_DECISION_LOG_FILE": "/var/lib/pointsman/decisions.jsonl",
+                # A gateway's requests stay reserved until another one has started, on a slow machine, too.
+                "POINTSMAN_ROUTER_GATEWAY_LEASE_S": "60",
                 "POINTSMAN_ROUTER_MAX_REQUESTS_PER_INSTANCE": "32",
                 # `auto` admits sessions only where a curve is learned; the series of admission are those of a router that does.
                 "POINTSMAN_ROUTER_SESSION_ADMISSION": "true",
