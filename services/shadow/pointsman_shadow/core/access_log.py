@@ -44,11 +44,10 @@ class LogLine(msgspec.Struct, kw_only=True):
     url: str = ""  # the path in OpenAI's batch files
     custom_id: str = ""  # the id in OpenAI's batch files
     model: str = ""  # only used with `prompt_token_ids`
-    # Of a line that is a body itself.
-    messages: msgspec.Raw = msgspec.Raw()
-    prompt: msgspec.Raw = msgspec.Raw()
-    input: msgspec.Raw = msgspec.Raw()
-    system: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()  # this and the next three are of a line that is a body itself; empty: missing
+    prompt: msgspec.Raw = msgspec.Raw()  # of a completion
+    input: msgspec.Raw = msgspec.Raw()  # of OpenAI's Responses
+    system: msgspec.Raw = msgspec.Raw()  # of Anthropic's Messages
     prompt_token_ids: list[int] | None = None  # in place of path and body; None: missing
     session: str = ""  # the client's name, used as X-Session-ID
     upstream: str = ""  # HOST:PORT that answered; of several the last counts

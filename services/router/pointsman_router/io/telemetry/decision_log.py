@@ -69,7 +69,7 @@ class DecisionFilter:
     reason: str = ""  # that of the result, not of a step
     request_id: str = ""  # more than one matches if the plan was decided in parts
     outcome: str = ""  # as LoggedDecision.outcome
-    tenant: str = ""
+    tenant: str = ""  # of the request
     model: str = ""  # name of the pool
     since_unix_s: float = 0.0  # inclusive
     until_unix_s: float = math.inf  # inclusive
