@@ -97,7 +97,7 @@ test-fast: env env-aiperf env-clients env-envoy  ## the tests that need no real 
 test-containers-gpu: env env-engine  ## as test-containers, the profile gpu with a real vLLM on the CPU, 4 GB of disk
 	POINTSMAN_TEST_CONTAINERS_GPU=1 $(BIN)/python -m pytest --durations=10 --durations-min=10 tests/containers/test_gpu.py
 
-test-containers: env  ## the images and compose files on a Docker engine that it starts, <= 12 minutes (needs root, mmdebstrap)
+test-containers: env  ## the images and compose files on a Docker engine that it starts, 500 s of CPU at first (needs root, mmdebstrap)
 	$(BIN)/python -m pytest --durations=10 --durations-min=10 $(or $(TESTS),tests/containers)
 
 test-pythons: env  ## the wheel on each Python that is here or that Debian has, by pip, pipx and uvx; the index's wheels for arm64

@@ -110,13 +110,13 @@ def _ask_vendors(url: str, key: str, model: str) -> dict[str, Any]:
 
     question: Any = [{"role": "user", "content": "Which way does the train go?"}]
     answers: dict[str, Any] = {}
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=key) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
         chat = client.chat.completions.create(model=model, messages=question, max_tokens=8)
         answers["openai"] = [chat.choices[0].message.content, chat.choices[0].finish_reason]
         parts = list(client.chat.completions.create(model=model, messages=question, max_tokens=8, stream=True))
         text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
         answers["openai stream"] = [text, parts[-1].choices[0].finish_reason]
-    with anthropic.Anthropic(base_url=url, api_key=key) as client:
+    with anthropic.Anthropic(base_url=url, api_key=key, max_retries=0) as client:
         message: Any = client.messages.create(model=model, messages=question, max_tokens=8)
         answers["anthropic"] = [message.content[0].text, message.stop_reason]
         with client.messages.stream(model=model, messages=question, max_tokens=8) as stream:
