@@ -64,6 +64,10 @@ def test_clients_of_both_vendors_are_answered(up: Project) -> None:
 
 
 def test_events_and_loads_of_the_engine_arrive(up: Project) -> None:
+    # Longer than a block of the CPU build (128 tokens), so that there is one to tell of.
+    with load(up.host, URL, up.key, MODEL) as streams:
+        streams.answers(4)
+    assert not streams.failed
     until(lambda: int(instance(up).get("keys", 0)) > 0, within_s=60, what="keys by the engine's events")
     found = instance(up)
     assert found["state"] == "INSTANCE_STATE_READY"
