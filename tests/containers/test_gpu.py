@@ -95,15 +95,3 @@ def test_the_engine_runs_without_rights_and_reads_only_its_models(up: Project) -
     assert kernel["NoNewPrivs"] == ["1"]
     assert not found["NetworkSettings"]["Ports"].get("8000/tcp")
     assert up.compose("exec", "vllm-0", "sh", "-c", "ls /run/secrets 2>/dev/null || echo none") == "none\n"
-
-
-def test_a_stop_of_the_engine_lets_the_streams_end(up: Project) -> None:
-    with load(up.host, URL, up.key, MODEL) as streams:
-        streams.answers(4)
-    with load(up.host, URL, up.key, MODEL) as streams:
-        streams.answers(1)
-        up.compose("stop", "vllm-0")
-        assert up.inspect("vllm-0")["State"]["ExitCode"] == 0
-        up.start()
-        streams.answers(4)
-    assert not streams.failed
