@@ -151,6 +151,8 @@ def docker_host(state: Path, logs: Path) -> Iterator[DockerHost]:
         host = DockerHost(root, int(children.read_text()), process.log)
         stack.enter_context(machine.network(host.pid, root))
         process.wait_ready(lambda: bool(_version(host)), within_s=60)
+        # The engine starts again what a run that was killed has left.
+        _remove_containers(host)
         try:
             yield host
         finally:
@@ -166,12 +168,16 @@ def _version(host: DockerHost) -> str:
 
 def _clean(host: DockerHost) -> None:
     """Remove all containers, volumes and networks, and layers beyond KEPT_LAYERS."""
-    if containers := host.docker("ps", "--all", "--quiet").split():
-        host.docker("rm", "--force", "--volumes", *containers)
+    _remove_containers(host)
     host.docker("volume", "prune", "--all", "--force")
     host.docker("network", "prune", "--force")
     host.docker("image", "prune", "--force")
     host.docker("builder", "prune", "--force", "--keep-storage", KEPT_LAYERS)
+
+
+def _remove_containers(host: DockerHost) -> None:
+    if containers := host.docker("ps", "--all", "--quiet").split():
+        host.docker("rm", "--force", "--volumes", *containers)
 
 
 def _root(state: Path) -> Path:
