@@ -288,6 +288,10 @@ class _Context:
         """Return no certificate: virtual clients have none."""
         return {}
 
+    def peer(self) -> str:
+        """Return an empty name: virtual clients have no address."""
+        return ""
+
     async def abort(self, code: grpc.StatusCode, details: str = "") -> None:
         raise _Aborted(Ended(code, details))
 

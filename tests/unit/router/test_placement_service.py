@@ -52,6 +52,9 @@ class Context:
     def auth_context(self) -> dict[str, list[bytes]]:
         return {}
 
+    def peer(self) -> str:
+        return "ipv4:10.0.0.1:4711"
+
     async def write(self, message: Any) -> None:
         await asyncio.sleep(0)
 
