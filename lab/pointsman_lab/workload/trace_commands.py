@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,15 +12,13 @@ from rich.console import Console
 
 from pointsman_lab.report.terminal import make_console, make_table
 from pointsman_lab.workload.synthetic_trace import SHAPES, ShapeError, generate, shape_with
+from pointsman_lab.workload.trace_arguments import Format, Trace, trace_errors
 from pointsman_lab.workload.trace_files import AUTO, load_trace, read_trace, save_trace
-from pointsman_lab.workload.trace_formats import READERS
 from pointsman_lab.workload.trace_stats import CACHE_TOKENS, PERCENTILES, statistics
-from pointsman_lab.workload.traces import TraceError, TraceRequest
+from pointsman_lab.workload.traces import TraceRequest
 
 app = typer.Typer(no_args_is_help=True, help="Generate, describe and convert traces.")
 
-Format = Annotated[str, typer.Option("--format", help=f"{AUTO}, {', '.join(READERS)}")]
-Trace = Annotated[Path, typer.Argument(help="trace file (jsonl, jsonl.gz)")]
 BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -78,16 +75,6 @@ def _in_order(requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
             raise _Unordered
         last_ms = request.timestamp_ms
         yield request
-
-
-@contextmanager
-def trace_errors(command: str) -> Iterator[None]:
-    """End the command with status 2 and a message for a trace that cannot be used."""
-    try:
-        yield
-    except (TraceError, ShapeError) as error:
-        typer.echo(f"pointsman trace {command}: {error}", err=True)
-        raise typer.Exit(2) from None
 
 
 def _print(console: Console, found: dict[str, Any], title: str) -> None:

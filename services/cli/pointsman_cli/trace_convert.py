@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from pointsman_common.io.logs import configure_logs
-from pointsman_lab.workload.trace_commands import Format, Trace, trace_errors
+from pointsman_lab.workload.trace_arguments import Format, Trace, trace_errors
 from pointsman_lab.workload.trace_files import AUTO, lines_of, read_trace, save_trace
 from pointsman_lab.workload.traces import TraceError, TraceRequest
 
