@@ -45,7 +45,7 @@ NOT_ITS_OWN = {
     "cli": {"aiohttp", "matplotlib", "numpy", "nvidia-ml-py", "pyzmq", "tokenizers"},
 }  # fmt: skip
 # Modules of pointsman_cli that are made of other parts.
-OF_OTHER_PARTS = ("main", "one_process")
+OF_OTHER_PARTS = ("main", "one_process", "trace_convert")
 # Imports everything that the files of a part import, also inside functions, without those modules and what a later Python has.
 IMPORT_ALL = """
 import ast, importlib, pathlib, sys
