@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import tarfile
 import tomllib
-import urllib.request
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from typing import Any
 import grimp
 import pytest
 
+from tests.support.http_request import ask, serves
 from tests.support.processes.process import Process, free_port
 from tests.support.repository import REPOSITORY
 from tests.support.wheel import BIN, PLATFORMS, PYTHONS, build, resolve, with_extras
@@ -247,23 +247,8 @@ def test_each_service_runs_with_its_own_packages_alone(
         processes.append(Process(extra, argv, tmp_path / f"{extra}.log", env=OUTSIDE, cwd=tmp_path))
         processes[-1].start()
     for process, address in zip(processes[2:], (agent, gateway), strict=True):
-        process.wait_ready(partial(answers, f"http://{address}/health"), within_s=READY_WITHIN_S)
+        process.wait_ready(partial(serves, f"http://{address}"), within_s=READY_WITHIN_S)
     body = {"model": "pointsman-emulated", "prompt": "Which way?", "max_tokens": 2}
-    assert post(f"http://{gateway}/v1/completions", body)["usage"]["completion_tokens"] == 2
+    assert ask(f"http://{gateway}/v1/completions", body).json()["usage"]["completion_tokens"] == 2
     assert "READY" in run(installed.bin("router") / "pointsman", "instances", "--router", router)
     assert [process.stop() for process in reversed(processes)] == [0, 0, 0, 0]
-
-
-def answers(url: str) -> bool:
-    """Whether a GET succeeds."""
-    try:
-        with urllib.request.urlopen(url, timeout=5):
-            return True
-    except OSError:
-        return False
-
-
-def post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.load(answer)

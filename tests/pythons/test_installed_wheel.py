@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.http_request import ask, serves
 from tests.support.processes.process import Process, free_port
 from tests.support.pythons import NoPython, Python, find
 from tests.support.repository import REPOSITORY, VERSION
@@ -142,9 +140,9 @@ def test_an_engine_an_agent_and_serve_answer_a_chat(
         argv = installed.command("pointsman", name, *words)
         processes.append(Process(name, argv, tmp_path / f"{name}.log", env=environment, cwd=tmp_path, only_env=True))
         processes[-1].start()
-    processes[-1].wait_ready(partial(_answers, f"http://{gateway}/health"), within_s=READY_WITHIN_S)
+    processes[-1].wait_ready(partial(serves, f"http://{gateway}"), within_s=READY_WITHIN_S)
     question = {"model": "pointsman-emulated", "messages": [{"role": "user", "content": "Which way?"}], "max_tokens": 3}
-    answer = _post(f"http://{gateway}/v1/chat/completions", question)
+    answer = ask(f"http://{gateway}/v1/chat/completions", question).json()
     assert answer["usage"]["completion_tokens"] == 3
     assert "READY" in installed.run("pointsman", "instances", "--router", router)
     assert [process.stop() for process in reversed(processes)] == [0, 0, 0]
@@ -156,18 +154,3 @@ def test_an_engine_an_agent_and_serve_answer_a_chat(
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_index_has_wheels_of_all_packages(python: str, platform: str, built: Path) -> None:
     assert {"grpcio", "scipy", "tokenizers", "uvloop"} <= resolve(with_extras(built), python, platform).keys()
-
-
-def _answers(url: str) -> bool:
-    """Whether a GET succeeds."""
-    try:
-        with urllib.request.urlopen(url, timeout=5):
-            return True
-    except OSError:
-        return False
-
-
-def _post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.load(answer)

@@ -24,7 +24,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from pointsman_lab.live.local_fleet import ChildProcesses, LocalFleetError, PlaneAddresses, start_engines, start_plane
+from pointsman_lab.live.local_fleet import (
+    ChildProcesses,
+    LocalFleetError,
+    PlaneAddresses,
+    begin_plane,
+    start_engines,
+    wait_for_plane,
+)
 from pointsman_lab.live.replay_command import ReplayError, ReplaySettings, check_writable, replay, save
 from pointsman_lab.report.request_record import RequestRecord
 from pointsman_lab.report.run_summary import print_summary
@@ -98,7 +105,8 @@ def _run(settings: DemoSettings, console: Console, processes: ChildProcesses, fo
 
     urls = start_engines(processes, settings.engines, given_flags(settings, "speedup"), told)
     wanted = (settings.listen_port, settings.router_port, settings.console_port)
-    plane = start_plane(processes, folder, urls, given_flags(settings, "policy"), wanted=wanted)
+    plane = begin_plane(processes, folder, urls, given_flags(settings, "policy"), wanted=wanted)
+    wait_for_plane(processes, plane, len(urls))
     console.print(
         f"ready after {time.monotonic() - began:.1f} s: OpenAI API on {plane.url}/v1, router on {plane.router}"
     )

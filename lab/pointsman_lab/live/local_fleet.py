@@ -142,19 +142,6 @@ class PlaneAddresses:
         return f"http://{self.listen}"
 
 
-def start_plane(
-    processes: ChildProcesses,
-    folder: Path,
-    engines: Sequence[str],
-    flags: Sequence[str],
-    wanted: tuple[int, int, int],
-) -> PlaneAddresses:
-    """As begin_plane(); return when the gateway's tokens are exact for all of `engines`."""
-    addresses = begin_plane(processes, folder, engines, flags, wanted)
-    wait_for_plane(processes, addresses, len(engines))
-    return addresses
-
-
 def begin_plane(
     processes: ChildProcesses,
     folder: Path,
