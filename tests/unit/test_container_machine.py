@@ -21,7 +21,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(os, "access", lambda *_: True)
     monkeypatch.setattr(shutil, "which", lambda name: str(tmp_path / name) if (tmp_path / name).exists() else None)
-    monkeypatch.setattr(machine, "mirror", lambda: "http://mirror.test/debian")
+    monkeypatch.setattr(machine, "mirror", lambda: "http://packages.example")
     monkeypatch.setattr(machine, "_apt_settings", list)
     return tmp_path
 
