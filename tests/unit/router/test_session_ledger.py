@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pointsman_router.core.admission.return_chances import ReturnChances
+from pointsman_router.core.admission.return_chances import KEEP_S, ReturnChances
 from pointsman_router.core.admission.session_ledger import MOST_OPEN, SessionLedger
 from pointsman_router.core.idle_sessions import BINS, EDGES_S, KINDS, AnswerKind
 
@@ -45,6 +45,26 @@ def test_a_session_that_is_idle_for_an_hour_is_forgotten() -> None:
     ledger.advance(EDGES_S[-1])
     assert len(ledger) == 0
     assert ledger.weighted() == 0.0
+    ledger.check_invariants()
+
+
+def test_what_a_family_shared_counts_no_longer_when_all_of_it_is_done() -> None:
+    ledger = SessionLedger()
+    ledger.hosted_by(8)
+    for number in range(40):
+        own = range(10**6 * (number + 1), 10**6 * (number + 1) + 10)
+        ledger.opened(f"t/{number}", "t", 960, (*KEYS[:50], *own), 800, 0.0)
+        ledger.closed(f"t/{number}", 960, 10, "STOP", 10.0)
+    assert ledger.weighted() > 8 * 800
+    ledger.advance(10.0 + KEEP_S)
+    assert len(ledger) == 40, "they are remembered, by what is their own"
+    assert ledger.weighted() < 40 * 170
+    ledger.opened("t/7", "t", 960, (*KEYS[:50], 1), 800, 500.0)
+    ledger.check_invariants()
+    assert ledger.weighted() > 800, "whoever returns needs it"
+    ledger.closed("t/7", 960, 10, "STOP", 501.0)
+    ledger.advance(EDGES_S[-1] + 501.0)
+    assert (len(ledger), ledger.weighted()) == (0, 0.0)
     ledger.check_invariants()
 
 

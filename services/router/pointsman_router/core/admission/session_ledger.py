@@ -6,7 +6,8 @@
 A session's size is the tokens of its last prompt and answer (of all open prompts, while several are open), less the tokens that
 it shared with other sessions at its first request. Its weight is 1 while a request is open, else the chance that it returns
 within KEEP_S (return_chances.py), whether its blocks are still cached or evicted: evicted ones are needed again just the same. A
-shared prefix counts once for each session that has it, but for at most one copy on each instance.
+shared prefix counts once for each session that has it and is idle for less than KEEP_S, but for at most one copy on each
+instance. So what a family of sub-agents shared counts no longer when all of them are done.
 
 Idle sessions are listed by kind of answer and bin of idle time, with the sum of each list. So the weighted size costs
 O(kinds x bins), and a session's change O(1), whatever the number of sessions. Times in s on one clock.
@@ -21,7 +22,7 @@ import msgspec
 
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_router.core.admission.inherited_sessions import InheritedSessions
-from pointsman_router.core.admission.return_chances import ReturnChances
+from pointsman_router.core.admission.return_chances import KEEP_S, ReturnChances
 from pointsman_router.core.idle_sessions import BINS, EDGES_S, KINDS, AnswerKind, IdleSessions, answer_kind, bin_of
 
 # Maximum number of sessions of a pool that are counted. Beyond it those that are idle for longest are forgotten.
@@ -31,6 +32,8 @@ MAX_SESSIONS = 200_000
 MOST_OPEN = 8
 # Value of CountedSession.bin for a session with an open request.
 OPEN = -1
+# First bin of sessions whose shared prefixes do not count.
+COLD_BIN = bin_of(KEEP_S)
 # Follower of a tail that no request has continued yet, and of one that belongs to several conversations.
 _NONE_YET, _SEVERAL = -1, -2
 
@@ -74,7 +77,7 @@ class SessionLedger:
         self._sums = [[0] * BINS for _ in KINDS]
         # By kind and bin, in the order in which they became idle.
         self._idle: list[list[OrderedDict[str, None]]] = [[OrderedDict() for _ in range(BINS)] for _ in KINDS]
-        # Key at the end of a shared prefix -> (sessions that have it, its tokens).
+        # Key at the end of a shared prefix -> (sessions that have it, those in bins from COLD_BIN on left out; its tokens).
         self._groups: dict[int, tuple[int, int]] = {}
         self._tenants: dict[str, float] = {}
         # Tail key -> (session, the key that followed it in the request that continued it).
@@ -145,6 +148,9 @@ class SessionLedger:
         else:
             if not session.open:
                 self._unlist(session, now, returned=True)
+                if session.bin >= COLD_BIN:
+                    self._count_shared(session, 1)
+                session.bin = OPEN
             else:
                 self._open_sum -= session.size
             if session.shared and keys and not _has(keys, session.shared // KEY_TOKENS - 1, session.group):
@@ -153,7 +159,6 @@ class SessionLedger:
         session.over = False
         session.open_tokens += prompt_tokens
         session.tokens = prompt_tokens
-        session.bin = OPEN
         if keys:
             self._mark(session, keys)
         size = session.size
@@ -209,9 +214,11 @@ class SessionLedger:
                     self.chances.passed(kind, bin_)
                     if bin_ + 1 == BINS:
                         self._drop(session)
-                    else:
-                        session.bin = bin_ + 1
-                        self._list(session)
+                        continue
+                    session.bin = bin_ + 1
+                    if session.bin == COLD_BIN:
+                        self._count_shared(session, -1)
+                    self._list(session)
 
     def idle(self) -> IdleSessions:
         """Return what the next owner of the pool needs of the idle sessions, as of the last `advance`. O(kinds x bins)."""
@@ -240,7 +247,7 @@ class SessionLedger:
         assert all((session.bin == OPEN) is bool(session.open) for session in self.sessions.values())
         groups: dict[int, int] = {}
         for session in self.sessions.values():
-            if session.shared:
+            if session.shared and session.bin < COLD_BIN:
                 groups[session.group] = groups.get(session.group, 0) + 1
         assert groups == {key: members for key, (members, _) in self._groups.items()}
         assert all(self.sessions[name].tail == key for key, (name, _) in self._tails.items())
@@ -270,17 +277,21 @@ class SessionLedger:
         if not count:
             return
         session.group, session.shared = keys[count - 1], count * KEY_TOKENS
-        members, tokens = self._groups.get(session.group, (0, session.shared))
-        self._groups[session.group] = members + 1, tokens
-        self._shared_sum += self._copies(members + 1, tokens) - self._copies(members, tokens)
+        self._count_shared(session, 1)
 
     def _leave(self, session: CountedSession) -> None:
-        if session.shared:
-            members, tokens = self._groups.pop(session.group)
-            self._shared_sum += self._copies(members - 1, tokens) - self._copies(members, tokens)
-            if members > 1:
-                self._groups[session.group] = members - 1, tokens
-            session.group = session.shared = 0
+        if session.bin < COLD_BIN:
+            self._count_shared(session, -1)
+        session.group = session.shared = 0
+
+    def _count_shared(self, session: CountedSession, sign: int) -> None:
+        """Count the session (sign 1), or no longer (-1), among those that have its shared prefix, if it has one."""
+        if not session.shared:
+            return
+        members, tokens = self._groups.pop(session.group, (0, session.shared))
+        if members + sign:
+            self._groups[session.group] = members + sign, tokens
+        self._shared_sum += self._copies(members + sign, tokens) - self._copies(members, tokens)
 
     def _copies(self, members: int, tokens: int) -> int:
         return tokens * min(members, self._instances)
