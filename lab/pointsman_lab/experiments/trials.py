@@ -24,6 +24,7 @@ from pointsman_lab.report.measures import ALL, Measures, measure
 from pointsman_lab.report.request_record import RequestRecord
 from pointsman_lab.simulation.config import SimulationConfig
 from pointsman_lab.simulation.simulator import Simulator
+from pointsman_lab.workload.forks import Forks, with_forks
 from pointsman_lab.workload.session_starts import Arrivals, Session, draw_sessions
 from pointsman_lab.workload.subagents import Subagents, with_subagents
 from pointsman_lab.workload.trace_files import load_trace
@@ -35,13 +36,14 @@ TraceSource = Path | Callable[[int], Sequence[TraceRequest]]
 
 @dataclass(frozen=True)
 class Workload:
-    """Source of requests, the starts of their sessions, and which of them are sub-agents. `sessions`: number of the trace's first
-    sessions to use (0: all)."""
+    """Source of requests, the starts of their sessions, which of them are sub-agents, and which fork. `sessions`: number of the
+    trace's first sessions to use (0: all)."""
 
     source: TraceSource
     arrivals: Arrivals = field(default_factory=Arrivals)
     sessions: int = 0
     subagents: Subagents = field(default_factory=Subagents)
+    forks: Forks = field(default_factory=Forks)
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ def run_trial(
 
 def drawn(workload: Workload, seed: int) -> list[Session]:
     """Return the sessions of a seed's draw. Raises ValueError as run_trial does."""
-    return with_subagents(draw_sessions(_requests(workload, seed), workload.arrivals, seed), workload.subagents, seed)
+    sessions = draw_sessions(_requests(workload, seed), workload.arrivals, seed)
+    return with_forks(with_subagents(sessions, workload.subagents, seed), workload.forks, seed)
 
 
 def run_cells(
