@@ -21,6 +21,7 @@ from pointsman_lab.report.instance_samples import InstanceSample
 from pointsman_lab.report.run_summary import print_summary, summarise
 from pointsman_lab.report.terminal import make_console
 from pointsman_lab.simulation.config import SimulationConfig, SimulationError
+from pointsman_lab.workload.forks import Forks
 from pointsman_lab.workload.session_starts import Arrivals, Starts
 from pointsman_lab.workload.subagents import Subagents
 from pointsman_lab.workload.synthetic_trace import SHAPES, SessionShape, generate
@@ -114,9 +115,16 @@ class RunSettings(BaseSettings):
         le=1,
         description="share of the sessions with several turns that wait for one to three others, their sub-agents",
     )
+    fork_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the sessions with several turns that fork: 2 to 40 sub-agents begin with all of their context",
+    )
     lab_admission: str = Field(
         "", description=f"admission rule of the lab in front of the gateway: {', '.join(RULES)}; empty: none"
     )
+    kv_transfers: bool = Field(True, description="engines send KV to each other")
     layerwise: bool = Field(False, description="push KV layer by layer while it is computed")
     tokenise_us_per_token: float = Field(0.0, ge=0, description="time to tokenise a prompt, in us per token")
     placement_ms: float = Field(0.0, ge=0, description="mean round trip from gateway to router, in ms")
@@ -211,6 +219,7 @@ def cell_of(
         unnamed_share=settings.unnamed_share,
         lab_admission=settings.lab_admission,
         layerwise=settings.layerwise,
+        kv_transfers=settings.kv_transfers,
         tokenise_token_s=settings.tokenise_us_per_token / 1e6,
         placement_s=settings.placement_ms / 1e3,
         api_s=settings.api_ms / 1e3,
@@ -238,12 +247,12 @@ def cell_of(
         settings.after_burst_s,
         settings.sustained_s,
     )
-    subagents = Subagents(settings.subagent_share)
+    subagents, forks = Subagents(settings.subagent_share), Forks(settings.fork_share)
     if (shape := str(settings.trace)) in SHAPES:
         source = SyntheticSessions(settings.sessions or SYNTHETIC_SESSIONS, SHAPES[shape])
-        workload = Workload(source, arrivals, subagents=subagents)
+        workload = Workload(source, arrivals, subagents=subagents, forks=forks)
     else:
-        workload = Workload(settings.trace, arrivals, settings.sessions, subagents)
+        workload = Workload(settings.trace, arrivals, settings.sessions, subagents, forks)
     return Cell(name or policy, load, workload, simulation)
 
 

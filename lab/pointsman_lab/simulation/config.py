@@ -62,6 +62,7 @@ class SimulationConfig:
     # The admission rule of the lab in front of the gateway, one of `pointsman_lab.admission.registry.RULES`; empty: none.
     lab_admission: str = ""
     layerwise: bool = False  # KV is pushed while it is computed
+    kv_transfers: bool = True  # every engine has a connector, by which it sends KV to others and receives it
     # The tokens that a turn generated follow its prompt in the session's next prompt (`pointsman_lab.workload.block_names`).
     prompts_include_answers: bool = True
     frontend_s: float = 0.0  # reading a request takes so long
@@ -132,6 +133,8 @@ class SimulationConfig:
             raise SimulationError(f"pools: {self.pools} is not in 1 to the number of instances, {self.instances}")
         if not 0 <= self.producers < self.instances:
             raise SimulationError(f"producers: {self.producers} is not in 0 to below {self.instances}, the instances")
+        if self.producers and not self.kv_transfers:
+            raise SimulationError(f"producers: {self.producers} instances compute KV for others, without kv_transfers")
         if self.routers < 1:
             raise SimulationError(f"routers: {self.routers} is not at least 1")
         if self.owner_back_after_s is not None and (self.owner_dies_at_s is None or self.owner_back_after_s < 0):

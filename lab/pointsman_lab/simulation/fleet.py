@@ -104,7 +104,7 @@ class SimulatedFleet:
                 kv_capacity_tokens=config.kv_blocks * config.block_size,
                 max_model_len=config.max_model_len,
                 exact_prefix=self._config.exact_prefixes,
-                kv_transfer=KvTransfer("MOONCAKE", f"sim://{name}", role=role),
+                kv_transfer=KvTransfer("MOONCAKE", f"sim://{name}", role=role) if self._config.kv_transfers else None,
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
                 shared_storage=self.pool_of[name] if self._config.shared_storage else "",
             ),

@@ -21,6 +21,7 @@ from pointsman_gateway.core.request.local_pace import LocalPace
 from pointsman_gateway.core.request.request_state_machine import Phase
 from pointsman_gateway.core.waiting_for_owner import Ask, PlaceAt, RefuseWaiting, WaitingForOwner, WaitingRequest
 from pointsman_lab.engine.interface import EngineRequest, Finished, FirstToken, WaitingForRemoteKv
+from pointsman_lab.engine.prompt_content import NamedPrompt
 from pointsman_lab.simulation.config import SimulationConfig
 from pointsman_lab.simulation.event_queue import EventQueue
 from pointsman_lab.simulation.gateway_messages import assigned, finished, note_decision, refused, target_named
@@ -367,36 +368,58 @@ class SimulatedGateway:
     # ---- engines ----
 
     def _prefill(self, running: SimulatedRequest, step: ge.StepAssigned, now: float) -> None:
-        prompt = running.prompt
-        if step.prefill_tokens < prompt.length:
-            # The token that is generated after a part of the prompt is not part of the prompt.
-            names = prompt.names[: step.prefill_tokens // KEY_TOKENS]
-            prompt = replace(prompt, length=step.prefill_tokens, names=names, answer=self._new_name())
-        self._send(running, step, EngineRequest(engine_id(step), prompt, 1), now)
+        if step.kv_source is None:
+            prompt = self._beginning(running.prompt, step.prefill_tokens)
+            self._send(running, step.target, step, EngineRequest(engine_id(step), prompt, 1), now)
+            return
+        # One token more than the KV that is sent: the source has all others, and computes that one.
+        prompt = self._beginning(running.prompt, step.prefill_tokens + 1)
+        self._send(running, step.kv_source, step, EngineRequest(engine_id(step), prompt, 1), now)
+
+    def _beginning(self, prompt: NamedPrompt, tokens: int) -> NamedPrompt:
+        """Return the first `tokens` of a prompt as a prompt. What is generated after a part of it does not belong to it."""
+        if tokens >= prompt.length:
+            return prompt
+        return replace(prompt, length=tokens, names=prompt.names[: tokens // KEY_TOKENS], answer=self._new_name())
+
+    def _fetched(self, running: SimulatedRequest, step: ge.StepAssigned, cached: int, now: float) -> None:
+        """Send a step's instance its request, since the KV source has found `cached` tokens of the prompt."""
+        running.own_prefills.ended(step.target.instance_id, step.prefill_tokens, 0, cached)
+        running.prefill_s = 0.0
+        prompt = self._beginning(running.prompt, step.prefill_tokens + 1)
+        asked = EngineRequest(engine_id(step), prompt, 1, remote_tokens=step.prefill_tokens)
+        self._send(running, step.target, step, asked, now)
 
     def _serve(self, running: SimulatedRequest, step: ge.StepAssigned, now: float) -> None:
         running.record.instance = step.target.instance_id
         remote = running.prefilled if step.kv_source is not None else 0
         output = running.turn.request.output_length
-        self._send(running, step, EngineRequest(engine_id(step), running.prompt, output, remote_tokens=remote), now)
+        asked = EngineRequest(engine_id(step), running.prompt, output, remote_tokens=remote)
+        self._send(running, step.target, step, asked, now)
 
-    def _send(self, running: SimulatedRequest, step: ge.StepAssigned, request: EngineRequest, now: float) -> None:
-        running.upstream = step.target.instance_id, request.request_id
+    def _send(
+        self, running: SimulatedRequest, to: ge.Target, step: ge.StepAssigned, request: EngineRequest, now: float
+    ) -> None:
+        running.upstream = to.instance_id, request.request_id
         delay_s = self._random_s(running, self._config.api_s)
         if delay_s:
-            self._event_queue.schedule(now + delay_s, partial(self._arrive, running, step, request))
+            self._event_queue.schedule(now + delay_s, partial(self._arrive, running, to, step, request))
         else:
-            self._submit(running, step, request, now)
+            self._submit(running, to, step, request, now)
 
-    def _arrive(self, running: SimulatedRequest, step: ge.StepAssigned, request: EngineRequest, now: float) -> None:
+    def _arrive(
+        self, running: SimulatedRequest, to: ge.Target, step: ge.StepAssigned, request: EngineRequest, now: float
+    ) -> None:
         # Otherwise the request was given up on its way.
-        if running.upstream == (step.target.instance_id, request.request_id):
-            self._submit(running, step, request, now)
+        if running.upstream == (to.instance_id, request.request_id):
+            self._submit(running, to, step, request, now)
             self._apply(running, [], now)
 
-    def _submit(self, running: SimulatedRequest, step: ge.StepAssigned, request: EngineRequest, now: float) -> None:
+    def _submit(
+        self, running: SimulatedRequest, to: ge.Target, step: ge.StepAssigned, request: EngineRequest, now: float
+    ) -> None:
         try:
-            self._instances[step.target.instance_id].submit(request, now)
+            self._instances[to.instance_id].submit(request, now)
         except ValueError as error:
             running.upstream = "", ""
             if step.prefill_tokens:
@@ -414,14 +437,20 @@ class SimulatedGateway:
         if isinstance(event, WaitingForRemoteKv):
             received = partial(self._instances[step.target.instance_id].receive, event.request_id)
             self._event_queue.schedule(now + self._transfer_s(running, event.tokens), received)
+        elif step.kv_source is not None and running.upstream[0] == step.kv_source.instance_id:
+            # The source's answer to a fetch has one token.
+            if isinstance(event, Finished):
+                self._fetched(running, step, running.found_at_source, now)
+            else:
+                running.found_at_source = event.cached_tokens + event.host_tokens + event.storage_tokens
         elif isinstance(event, FirstToken):
-            if step.prefill_tokens:
+            if step.prefill_tokens and step.kv_source is None:
                 running.prefilled = step.prefill_tokens
                 cached = event.cached_tokens + event.host_tokens + event.storage_tokens
                 running.prefill_s = self._config.profile.chunk_s(step.prefill_tokens - cached, cached)
                 at, own = (step.kv_target or step.target).instance_id, running.own_prefills
                 own.ended(at, step.prefill_tokens, 0 if step.kv_target else own.end(at), cached)
-            else:
+            elif not step.prefill_tokens:
                 record.ttft_s = now - record.t_send
                 cached = event.cached_tokens + event.host_tokens + event.storage_tokens
                 running.own_cached = running.own_prefills.among(step.target.instance_id, cached)

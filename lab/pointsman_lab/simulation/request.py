@@ -56,6 +56,7 @@ class SimulatedRequest:
     # Result of the last PREFILL step: tokens that it left on its instance, and its computing time in s.
     prefilled: int = 0
     prefill_s: float = 0.0  # as one chunk, without the constant part of a step
+    found_at_source: int = 0  # tokens of the prompt that the source of the current fetch had cached
     # What earlier steps have computed, and how much of it is among the answer's cached tokens.
     own_prefills: OwnPrefills = field(default_factory=OwnPrefills)
     own_cached: int = 0  # tokens; record.cached_tokens does not include them

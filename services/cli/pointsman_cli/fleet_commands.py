@@ -407,7 +407,9 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
         kind = placement_pb2.StepKind.Name(step.kind).removeprefix("STEP_KIND_")
         # If the plan's reason explains the plan's form, the step's reason explains the choice of its instance.
         rule = step.reason if step.reason == decision.reason else explained(step.reason)
-        console.print(f"step {step.index}: {kind} on {step.instance.instance_id} ({rule})")
+        tokens = f" of {step.prefix_tokens:,} tokens" if step.prefix_tokens else ""
+        source = f", from the KV of {step.kv_source.instance_id}" if step.HasField("kv_source") else ""
+        console.print(f"step {step.index}: {kind}{tokens} on {step.instance.instance_id}{source} ({rule})")
     chosen = decision.steps[-1].instance.instance_id if decision.steps else ""
     table = _table(
         "", "candidate", "score", "cached", "new", "requests", "pending", "decode", "kv", "report age", "note"

@@ -83,6 +83,13 @@ def test_a_light_one_waits_in_the_router_where_its_engine_is_busy() -> None:
     assert held.queue_penalty_s == pytest.approx(14.0)
 
 
+def test_requests_that_are_held_for_an_instance_go_before() -> None:
+    crowded = replace(one("a", 1_400, cached=1_000), held_for=3)
+    assert rule(1_400, crowded, one("b", 1_400)).scores == pytest.approx({"a": 0.4 + 3 * 0.4, "b": 1.4 + 0.3 * 1.0})
+    heavy = replace(one("a", 9_000, cached=1_000), held_for=3)
+    assert rule(9_000, heavy).scores == pytest.approx({"a": 8.0 + 3 * 1.0}), "the mean request, if that is shorter"
+
+
 def test_it_waits_for_its_own_cache_rather_than_compute_all_elsewhere() -> None:
     result = rule(10_000, one("a", 10_000, cached=9_800, open_tokens=2_000), one("b", 10_000))
     assert result.reason == "held"

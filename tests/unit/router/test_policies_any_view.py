@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from pointsman_lab.rival_policies.registry import POLICIES, make_policy
+from pointsman_router.core.kv_load import LoadPrice
 from pointsman_router.core.placement_types import (
     Candidate,
     FleetView,
@@ -23,6 +25,7 @@ from pointsman_router.core.placement_types import (
     PrefillBacklog,
     PrefixSource,
     StepKind,
+    Transfers,
 )
 from pointsman_router.core.policy.auto import Auto
 from pointsman_router.core.policy.base import NO_KV_TRANSFER, Policy, decide, lowest, serve, settings_of
@@ -61,6 +64,13 @@ WORK = st.builds(
     hardware=st.sampled_from(("", "fast")),
     unlisted=SUMS,
     unlisted_remainders=SUMS,
+)
+
+TRANSFERS = st.builds(
+    Transfers,
+    sending_tokens=st.integers(0, 200_000),
+    arriving_tokens=st.integers(0, 200_000),
+    arrives_s=st.floats(0, 10),
 )
 
 FACTS = st.builds(
@@ -103,6 +113,8 @@ def candidates(
         kv_takes=draw(st.sampled_from(KV_WAYS)),
         prefill_backlog=draw(WORK),
         produces_only=draw(st.sampled_from((False, False, produces_only))),
+        transfers=draw(st.just(UNSET) | TRANSFERS),
+        held_for=draw(st.just(UNSET) | st.integers(1, 40)),
     )
 
 
@@ -118,6 +130,7 @@ def cases(draw: st.DrawFn) -> tuple[PlacementRequest, FleetView]:
         {"": PrefillCurve(), "fast": PrefillCurve(0.001, 1e-6, 1e-10)},
         draw(st.builds(PrefillWork, st.floats(0, 1e5), st.floats(0, 1e9))),
         facts=draw(FACTS),
+        fetch_price=draw(st.just(UNSET) | st.builds(LoadPrice, st.floats(0, 1), st.floats(0, 1e-4))),
     )
     if not seen.eligible():
         seen = replace(
@@ -175,6 +188,11 @@ def test_every_policy_decides_soundly(
         assert found is not None
         assert found.cached_tokens < part.prefix_tokens <= asked.sliceable_tokens
         assert part.prefix_tokens < asked.input_tokens
+        if part.kv_source:
+            source = seen.find(part.kv_source)
+            assert source is not None
+            assert source.can_give_kv_to(found)
+            assert source.present_tokens >= part.prefix_tokens, "it has what it is to send"
         assert decision.mode == "COLOCATED"
         return
     *prefills, serve = result.steps

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from msgspec.structs import replace
 
-from pointsman_common.core.block_keys import KEY_SCHEME, digest_of
+from pointsman_common.core.block_keys import KEY_SCHEME, KEY_TOKENS, digest_of
 from pointsman_common.core.key_report_types import (
     ConsistencyCheck,
     Delta,
@@ -40,7 +40,7 @@ from pointsman_router.core.placement_types import (
     PolicyResult,
     StepKind,
 )
-from pointsman_router.core.policy.base import Policy, hold, serve
+from pointsman_router.core.policy.base import Policy, fetch_of, hold, serve
 from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.prefix.lower_tiers import LowerTiers
@@ -249,6 +249,18 @@ class Patient(Policy):
         first = view.eligible()[0]
         if request.input_tokens % 2 and first.num_requests:
             return hold("busy", max_hold_s=request.input_tokens % 7)
+        return serve(first, "first")
+
+
+class Fetching(Policy):
+    """Has the last instance send the first block to the first one, unless that has it. The first one then answers."""
+
+    name: ClassVar[str] = "fetching"
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        first, last = view.eligible()[0], view.eligible()[-1]
+        if request.sliceable_tokens > KEY_TOKENS > first.cached_tokens and last.can_give_kv_to(first):
+            return fetch_of(first, KEY_TOKENS, last.instance_id, "fetch")
         return serve(first, "first")
 
 
@@ -504,6 +516,7 @@ class StateMachine(RuleBasedStateMachine):
             weight=weight,
             ttft_deadline_s=needed,
             movable=tokens % 3 > 0,
+            sliceable_tokens=tokens if tokens % 5 else 0,
         )
         before, anothers = self.router.reservations.get(request_id), self.is_anothers(request_id, gateway)
         effects = self.handle(ev.PlaceRequested(asked, gateway))
@@ -667,9 +680,9 @@ class StateMachine(RuleBasedStateMachine):
             else:
                 assert here == {}
 
-    @rule(patient=st.booleans())
-    def policy(self, patient: bool) -> None:
-        self.handle(ev.PolicySet(Patient() if patient else make_policy("unified")))
+    @rule(policy=st.sampled_from([Patient(), Fetching(), make_policy("unified")]))
+    def policy(self, policy: Policy) -> None:
+        self.handle(ev.PolicySet(policy))
 
     @invariant()
     def consistent(self) -> None:

@@ -775,7 +775,7 @@ class Step(_message.Message):
     kind: Global___StepKind.ValueType
     """Kind of the step."""
     prefix_tokens: _builtins.int
-    """Number of prompt tokens to compute, from the prompt's beginning (PREFILL only; else 0)."""
+    """Number of prompt tokens, from the prompt's beginning, that the instance has after the step (PREFILL only; else 0)."""
     reason: _builtins.str
     """Reason as one word, as in Decision.reason."""
     @_builtins.property
@@ -784,7 +784,9 @@ class Step(_message.Message):
 
     @_builtins.property
     def kv_source(self) -> Global___InstanceRef:
-        """Instance that has the prompt's KV already. Set for a SERVE after a PREFILL on another instance; else absent."""
+        """Instance whose KV is used. Set for a SERVE after a PREFILL on another instance, which has the prompt's KV; and for a PREFILL
+        that fetches the prefix from that instance, which has it cached, in place of computing it; else absent.
+        """
 
     @_builtins.property
     def kv_target(self) -> Global___InstanceRef:

@@ -18,7 +18,8 @@ from pointsman_router.core.instances.engine_life import CIRCUIT_OPEN, NOT_ANSWER
 from pointsman_router.core.instances.instance_registry import CandidateSnapshot, InstanceRecord, InstanceRegistry
 from pointsman_router.core.instances.saturation import SATURATED, SaturationLimits
 from pointsman_router.core.instances.session_shares import CANARY, LEAST_WEIGHTS, SessionShares
-from pointsman_router.core.kv_load import LoadPrices
+from pointsman_router.core.kv_load import LoadPrice, LoadPrices
+from pointsman_router.core.learning.fetches import Fetches
 from pointsman_router.core.learning.pool_facts import PoolChoices
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
@@ -67,9 +68,12 @@ class FleetViewBuilder:
         migrations: Migrations,
         prefill_observer: PrefillObserver,
         pool_choices: PoolChoices,
+        fetches: Fetches,
+        held_for: Callable[[str, str], Mapping[str, int]],
         limits: SaturationLimits,
         stale_report_s: float,
     ) -> None:
+        """`held_for(pool, request_id)`: how many requests, other than this one, are held for each instance of a pool."""
         self._instances = instances
         self._prefix_knowledge = prefix_knowledge
         self._reservations = reservations
@@ -80,6 +84,8 @@ class FleetViewBuilder:
         self._stale_report_s = stale_report_s
         self._loads = KeptLoads(reservations)
         self._pool_choices = pool_choices
+        self._fetches = fetches
+        self._held_for = held_for
 
     def view(
         self, request: PlacementRequest, pool: str, decision_number: int, now: float, *, shortlisted: bool = False
@@ -145,6 +151,23 @@ class FleetViewBuilder:
                 _with_own_remainder(candidate, own) if candidate.instance_id == own.instance_id else candidate
                 for candidate in candidates
             ]
+        if self._fetches:
+            candidates = [
+                replace(candidate, transfers=found)
+                if (found := self._fetches.transfers(candidate.instance_id, keys, now)) is not None
+                else candidate
+                for candidate in candidates
+            ]
+        if held := self._held_for(pool, request.request_id):
+            candidates = [
+                replace(candidate, held_for=held[candidate.instance_id]) if candidate.instance_id in held else candidate
+                for candidate in candidates
+            ]
+        if failing := self._fetches.failing(now):
+            candidates = [
+                replace(candidate, kv_gives="") if candidate.instance_id in failing else candidate
+                for candidate in candidates
+            ]
         if request.single_instance:
             candidates = [replace(candidate, kv_gives="", kv_takes="") for candidate in candidates]
         if candidates and candidates[0].produces_only and all(candidate.produces_only for candidate in candidates):
@@ -164,7 +187,10 @@ class FleetViewBuilder:
         curves = {kind: self._prefill_observer.curve(pool, kind) for kind in sorted(kinds)}
         mean_work = self._prefill_observer.mean_work(pool)
         facts = self._pool_choices.facts(pool, now)
-        return FleetView(tuple(candidates), owner, decision_number, now, curves, mean_work, unseen, facts)
+        fetch_price: LoadPrice | UnsetType = UNSET
+        if request.sliceable_tokens and any(candidate.kv_gives for candidate in candidates):
+            fetch_price = self._fetches.price(pool, max(snapshot.kv_token_bytes for snapshot in snapshots))
+        return FleetView(tuple(candidates), owner, decision_number, now, curves, mean_work, unseen, facts, fetch_price)
 
     def facts(self, pool: str, now: float) -> PoolFacts:
         """Return what is known of `pool` as a whole, as it is used to choose its policy."""

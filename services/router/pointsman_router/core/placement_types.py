@@ -13,7 +13,7 @@ from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdenti
 from pointsman_common.core.session_names import session_name
 from pointsman_common.core.vllm_versions import counts_output, fits_context, series
 from pointsman_router.core.admission_rule import AdmissionRecord
-from pointsman_router.core.kv_load import NO_LOAD, KvLoad
+from pointsman_router.core.kv_load import NO_LOAD, KvLoad, LoadPrice
 from pointsman_router.core.prefill_curve import NO_PREFILLS, PrefillCurve, PrefillSums, PrefillWork
 from pointsman_router.core.priority import Priority
 
@@ -334,6 +334,17 @@ class PrefillBacklog(msgspec.Struct, frozen=True, gc=False):
 NO_BACKLOG = PrefillBacklog()
 
 
+class Transfers(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """What open fetches of cached prefixes move to and from an instance, as far as it concerns one prompt."""
+
+    sending_tokens: int = 0  # those that it sends to others
+    arriving_tokens: int = 0  # leading tokens of the prompt that it has once the KV that is on its way has arrived
+    arrives_s: float = 0.0  # predicted time until then, s
+
+
+NO_TRANSFERS = Transfers()
+
+
 class Candidate(msgspec.Struct, frozen=True, gc=False):
     """One instance as one decision saw it: its load, and how much of this prompt it has cached, in tokens.
 
@@ -376,6 +387,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     kv_load: KvLoad = NO_LOAD  # the tokens that it has below its GPU
     # Its identity and limits. Unset where nothing is known, so that records of earlier versions have the digests that they had.
     traits: EngineTraits | UnsetType = UNSET
+    transfers: Transfers | UnsetType = UNSET  # unset: nothing is fetched to or from it
+    held_for: int | UnsetType = UNSET  # number of other requests that are held for it; unset: none
 
     @property
     def identity(self) -> EngineIdentity:
@@ -386,6 +399,11 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     def present_tokens(self) -> int:
         """Tokens of the prompt that the instance has on its GPU or in a lower tier, and does not compute."""
         return self.cached_tokens + self.kv_load.price_tokens
+
+    @property
+    def device_tokens(self) -> int:
+        """Tokens of the prompt that the instance has on its GPU."""
+        return self.cached_tokens - self.kv_load.credit_tokens
 
     def prefill_s(self, curve: PrefillCurve) -> float:
         """Return the seconds in which the instance has the whole prompt: those of the load, and of computing the rest."""
@@ -453,6 +471,8 @@ class FleetView(msgspec.Struct, frozen=True, gc=False):
     mean_work: PrefillWork = PrefillWork()  # mean prefill work of a request
     unseen: Unseen = NOTHING_UNSEEN  # the sums over the instances that are no candidates
     facts: PoolFacts = NO_FACTS  # what is known of the pool as a whole
+    # The time that fetching a cached prefix from another instance takes. Unset where no engine can, or the prompt may not.
+    fetch_price: LoadPrice | UnsetType = UNSET
 
     def find(self, instance_id: str) -> Candidate | None:
         """Return the candidate with this id, or None."""
@@ -499,8 +519,14 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     kind: StepKind  # what the instance does
     instance_id: str  # the instance that computes the prefix, or answers
     reason: str  # why, in one word
-    prefix_tokens: int = 0  # length of the prefix that is computed (PREFILL only)
-    kv_source: str = ""  # the instance whose KV is used; empty: none
+    prefix_tokens: int = 0  # length of the prefix that the instance has after the step (PREFILL only)
+    # The instance whose KV is used; empty: none. A PREFILL gets the prefix from there, which has it cached, and computes nothing.
+    kv_source: str = ""
+
+    @property
+    def fetches(self) -> bool:
+        """Whether the step gets a cached prefix from another instance."""
+        return self.kind is StepKind.PREFILL and self.kv_source != ""
 
 
 class PolicyResult(msgspec.Struct, frozen=True, gc=False):

@@ -24,6 +24,7 @@ from pointsman_router.core.instances.engine_life import LifeSettings
 from pointsman_router.core.instances.gone_pools import GonePools
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.learning.fetches import Fetches
 from pointsman_router.core.learning.pool_facts import PoolChoice, PoolChoices, PoolFactsCounter
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
@@ -115,6 +116,8 @@ class RouterState:
         )
         self.affinity = Affinity(settings.affinity_ttl_s)
         self.migrations = Migrations(settings.migration_window_s)
+        self.fetches = Fetches()
+        room = WaitingRoom(settings.queue, PARKED)
         self.pool_choices = PoolChoices(
             PoolFactsCounter(self.instances, self.prefix_knowledge, self.prefill_observer).of,
             lambda facts: self.policy.taken(facts),
@@ -127,6 +130,8 @@ class RouterState:
             self.migrations,
             self.prefill_observer,
             self.pool_choices,
+            self.fetches,
+            room.held.held_for,
             settings.limits,
             settings.stale_report_s,
         )
@@ -140,12 +145,13 @@ class RouterState:
             self._admits,
         )
         self.requests = RequestTable(
-            WaitingRoom(settings.queue, PARKED),
+            room,
             self.admission,
             self.reservations,
             self.instances,
             self.prefix_knowledge,
             self.prefill_observer,
+            self.fetches,
         )
         # The seed is part of every decision's id, because a decision's randomness must follow from its id.
         id_prefix = f"{router_id}.{seed}" if seed else router_id
@@ -550,6 +556,7 @@ class RouterState:
         for instance_id in self.migrations.expire(now):
             self.instances.forget_snapshot(instance_id)
         self.prefix_knowledge.expire(now)
+        self.fetches.expire(now)
         self.held_requests.expire(now)
         self.parked_requests.expire(now)
         self._refusals.expire(now)
@@ -580,6 +587,7 @@ class RouterState:
         )
         for pool in due:
             self.prefill_observer.forget_pool(pool)
+            self.fetches.forget_pool(pool)
             self.views.forget_pool(pool)
             self.pool_choices.forget_pool(pool)
             self.admission.forget_pool(pool)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from pointsman_router.core.placement_types import Decision
-from pointsman_router.core.policy.foresight import prefills_ahead
+from pointsman_router.core.policy.prefills_ahead import prefills_ahead
 from pointsman_router.core.prefill_curve import DEFAULT_CURVE
 
 # Maximum number of differing decisions that are kept one by one.

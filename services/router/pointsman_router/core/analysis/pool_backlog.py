@@ -14,7 +14,7 @@ from pointsman_router.core.instances.instance_registry import InstanceRegistry, 
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.load.reservations import Reservations
 from pointsman_router.core.placement_types import route_class
-from pointsman_router.core.policy.foresight import MAX_DONE_SHARE
+from pointsman_router.core.policy.prefills_ahead import MAX_DONE_SHARE
 from pointsman_router.core.prefill_curve import PrefillCurve
 from pointsman_router.core.requests.hold_queue import HoldQueue
 

@@ -38,6 +38,9 @@ class Reservation(msgspec.Struct, frozen=True, gc=False):
     kv_load: KvLoad = NO_LOAD  # what the instance loads from lower tiers first
     sequences: int = 1  # as PlacementRequest.sequences
     sequence_tokens: int = 0  # as PlacementRequest.sequence_tokens
+    fetching: bool = (
+        False  # whether another instance sends the cached tokens: an open prefill without tokens to compute
+    )
 
     @property
     def decode_tokens(self) -> int:
@@ -187,7 +190,7 @@ class Reservations:
 
     def open_prefills(self, instance_id: str) -> list[Reservation]:
         """Return the open prefills of an instance in order of arrival: reservations that had tokens to compute when they were
-        opened, and have no first token yet."""
+        opened, or fetch cached ones, and have no first token yet."""
         return [self._open[request_id] for request_id in self._prefilling.get(instance_id, ())]
 
     def first_prefill(self, instance_id: str) -> Reservation | None:
@@ -237,13 +240,14 @@ class Reservations:
         self._open[reservation.request_id] = reservation
         self._counters.setdefault(reservation.instance_id, Counters()).add(reservation, 1)
         self._of_instance.setdefault(reservation.instance_id, {})[reservation.request_id] = None
-        if reservation.pending_tokens > 0:
+        if reservation.pending_tokens > 0 or (reservation.fetching and reservation.phase is Phase.PREFILL):
             self._came += 1
             self._prefilling.setdefault(reservation.instance_id, {})[reservation.request_id] = self._came
             self._count_sequences(reservation, 1)
-            self._pending.setdefault(reservation.instance_id, _Prefills()).put(
-                reservation.request_id, _left(reservation)
-            )
+            if reservation.pending_tokens > 0:
+                self._pending.setdefault(reservation.instance_id, _Prefills()).put(
+                    reservation.request_id, _left(reservation)
+                )
             if reservation.remainder_tokens > 0:
                 partial = self._partial.setdefault(reservation.instance_id, _Prefills())
                 partial.put(reservation.request_id, reservation.remainder)

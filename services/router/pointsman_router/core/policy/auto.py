@@ -66,7 +66,7 @@ class Auto(Policy):
     decision names the policy and the reason. The mean prefill is the moving average by which `foresight` itself is scaled.
 
     Reasons: those of the chosen policy, and those of the choice.
-        `foresight`'s: `at_once`, `held`, `slice`, `last_part`
+        `foresight`'s: `at_once`, `held`, `slice`, `last_part`, `fetch`, `awaits_kv`
         `unified`'s: `session_affinity`, `least_load_x_work`, `ceiling_changed_choice`
         of the choice: `few_exact_prefixes` (1), `curve_not_learned` (2), `prefills_short` (3),
             `few_instances` (4), `prefills_long` (5), `prefills_longer` (6), `times_predictable` (7)

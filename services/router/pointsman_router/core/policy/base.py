@@ -191,6 +191,15 @@ def slice_of(
     return PolicyResult((step,), reason, scores or {})
 
 
+def fetch_of(
+    candidate: Candidate, prefix_tokens: int, source: str, reason: str, scores: Mapping[str, float] | None = None
+) -> PolicyResult:
+    """Return a result that has `source` send the KV of the prompt's first `prefix_tokens`, which it has cached, to `candidate`;
+    the policy is then asked again."""
+    step = Step(StepKind.PREFILL, candidate.instance_id, reason, prefix_tokens=prefix_tokens, kv_source=source)
+    return PolicyResult((step,), reason, scores or {})
+
+
 def hold(
     reason: str,
     max_hold_s: float = 0.0,

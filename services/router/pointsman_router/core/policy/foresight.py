@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from pointsman_router.core.placement_types import (
     NO_FACTS,
@@ -16,14 +16,14 @@ from pointsman_router.core.placement_types import (
     PlacementRequest,
     PolicyResult,
     PoolFacts,
-    PrefillBacklog,
 )
-from pointsman_router.core.policy.base import Policy, hold, rotated, serve, setting, slice_of
+from pointsman_router.core.policy.base import Policy, fetch_of, hold, rotated, serve, setting, slice_of
+from pointsman_router.core.policy.prefills_ahead import prefills_ahead
+from pointsman_router.core.policy.ways import Way, ways
 from pointsman_router.core.prefill_curve import DEFAULT_CURVE, PrefillCurve
 
 AT_ONCE, SLICE, LAST_PART, HELD = "at_once", "slice", "last_part", "held"
-# Maximum share of a prefill's predicted cost that counts as done while no event reports its end.
-MAX_DONE_SHARE = 0.9
+FETCH, AWAITS_KV = "fetch", "awaits_kv"
 # Share of a slice: a shorter rest of the prompt is computed together with the slice before it.
 SMALL_REST = 0.25
 # Factor, in multiples of the mean request cost, that stands for no limit of a wait.
@@ -38,14 +38,16 @@ class Foresight(Policy):
         wait_i + C_i
         + lost_cache_weight * (C_i - min C)
         + remainder_weight * idle * rest_i
-        + (interference + busy_interference * (1 - idle)) * C_i * decodes_i
+        + (interference + busy_interference * (1 - idle)) * computed C_i * decodes_i
         + overflow_factor * u, if i's KV cache would not hold all open prompts
     Terms:
         C_i: the seconds in which i has the prompt: the curve's for the tokens that i computes, and those of loading KV from i's
-            lower tiers
-        wait_i: seconds of the prefills open on i that the request waits for
+            lower tiers. If that is sooner, those of fetching the prefix that another instance has cached and of computing the
+            rest, or those until KV that is fetched for another request has arrived, and of the rest
+        wait_i: seconds of the prefills open on i that the request waits for, and of those that are held for i: u each, and at
+            most what i computes of C_i
         rest_i: seconds of the rests of other prompts of which slices are computed on i
-        decodes_i: answers on i past their first token
+        decodes_i: answers on i past their first token; each slows down, and is slowed down by, what i computes of C_i
         u: mean cost of a request, s; 0 before the first request, and then all requests go at once
         idle: share of instances without prefills, 0 to 1
     When the request goes, and how much of it:
@@ -57,10 +59,11 @@ class Foresight(Policy):
     So an instance has one heavy prompt at a time, the one with the least left, and light ones go between its slices. This also
     holds for engines that cut long prompts into chunks themselves: a prompt that is alone there gets whole steps, which may take
     seconds. On such an engine a prompt of n tokens waits, for each prompt before it, for min(the rest of that prompt,
-    ceil(n / limit) chunks of it). A light prompt longer than a chunk waits as heavy ones do, and then goes whole. The figures
-    are u, and wait and C of the chosen instance.
+    ceil(n / limit) chunks of it). A light prompt longer than a chunk waits as heavy ones do, and then goes whole. When a request
+    goes to an instance that is to fetch, the fetch goes first, and the rest is decided anew. The figures are u, and wait and C of
+    the chosen instance, and how much of C is the fetch.
 
-    Reasons: `at_once`, `held`, `slice`, `last_part`.
+    Reasons: `at_once`, `held`, `slice`, `last_part`, `fetch`, `awaits_kv`.
     Source: Pointsman's own study (docs/findings.md).
     """
 
@@ -109,50 +112,65 @@ class Foresight(Policy):
     overflow_factor: float = setting(
         1.0, 0.0, 1e6, "penalty for more open prompts than the KV cache holds, in multiples of the mean request cost"
     )
+    # with less to send, the instance computes it itself
+    fetch_min_tokens: float = setting(
+        2048.0, 16.0, 1e9, "minimum length of a cached prefix that is fetched from another instance, in tokens"
+    )
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         eligible = rotated(view.eligible(), view.decision_number)
         curves, now = view.curves, view.now
         unit = _mean_cost_s(view)
-        own = [
-            candidate.prefill_s(curves.get(candidate.prefill_backlog.hardware, DEFAULT_CURVE)) for candidate in eligible
-        ]
-        least = min(own)
+        own = ways(request, view, eligible, self.fetch_min_tokens)
+        least = min([way.seconds for way in own])
         unseen = view.unseen
         without_prefill = sum([not candidate.prefill_backlog.requests for candidate in eligible])
         idle = (without_prefill + unseen.instances - unseen.prefilling) / (len(eligible) + unseen.instances)
         scores: dict[str, float] = {}
-        best, best_score, best_cost, second = eligible[0], math.inf, own[0], math.inf
+        best, best_score, best_way, second = eligible[0], math.inf, own[0], math.inf
         # In ascending order of own cost. Once this alone exceeds the second least score, no later instance can be best or second.
-        for at in sorted(range(len(own)), key=own.__getitem__):
-            candidate, cost = eligible[at], own[at]
-            score = cost + self.lost_cache_weight * (cost - least)
+        for at in sorted(range(len(own)), key=[way.seconds for way in own].__getitem__):
+            candidate, way = eligible[at], own[at]
+            score = way.seconds + self.lost_cache_weight * (way.seconds - least)
             if score > second:
                 break
             if candidate.num_requests:
                 curve = curves.get(candidate.prefill_backlog.hardware, DEFAULT_CURVE)
-                score += self._load(request, candidate, cost, curve, now, idle)
+                score += self._load(request, candidate, way, curve, now, idle)
                 if 0 < candidate.kv_capacity_tokens < _open_tokens(request, candidate):
                     score += self.overflow_factor * unit
+            if candidate.held_for is not UNSET:
+                score += candidate.held_for * min(way.computes_s, unit)
             scores[candidate.instance_id] = score
             if score < best_score:
-                best, best_score, best_cost, second = candidate, score, cost, best_score
+                best, best_score, best_way, second = candidate, score, way, best_score
             elif score < second:
                 second = score
         curve = curves.get(best.prefill_backlog.hardware, DEFAULT_CURVE)
-        backlog, wait = prefills_ahead(best.prefill_backlog, curve, best.new_tokens, now)
-        figures = {"mean_cost_s": unit, "wait_s": wait, "prefill_s": best_cost}
+        backlog, wait = prefills_ahead(best.prefill_backlog, curve, best_way.new_tokens, now)
+        figures = {"mean_cost_s": unit, "wait_s": wait, "prefill_s": best_way.seconds}
+        if best_way.prefix_tokens:
+            figures["fetch_s"] = best_way.seconds - best_way.computes_s
+        queue_penalty = least / self.ageing_rate
+        if best_way.prefix_tokens and not best_way.source and self.light_wait_factor < NO_WAIT_LIMIT:
+            held = hold(AWAITS_KV, scores=scores, queue_penalty_s=queue_penalty, waits_for=best.instance_id)
+            return structs.replace(held, figures=figures)
         light = least <= self.light_factor * unit
         # On an engine that cuts prompts, a prompt of several chunks slows all prompts computed beside it, and is slowed by them.
-        passes = light and not 0 < best.prefill_backlog.chunk_limit < best.new_tokens
+        passes = light and not 0 < best.prefill_backlog.chunk_limit < best_way.new_tokens
         if not unit or (passes and (wait <= self.light_wait_factor * unit or wait < 0.5 * backlog)):
-            return structs.replace(serve(best, AT_ONCE, scores), figures=figures)
-        queue_penalty = least / self.ageing_rate
-        if passes or backlog + _less_left(request, best, best_cost, curve) > self.heavy_wait_factor * unit:
+            result = serve(best, AT_ONCE, scores)
+            if best_way.source:
+                result = fetch_of(best, best_way.prefix_tokens, best_way.source, FETCH, scores)
+            return structs.replace(result, figures=figures)
+        if passes or backlog + _less_left(request, best, best_way.computes_s, curve) > self.heavy_wait_factor * unit:
             held = hold(HELD, scores=scores, queue_penalty_s=queue_penalty, waits_for=best.instance_id)
             return structs.replace(held, figures=figures)
-        prefix = 0 if light else self._slice(request, best, curve, unit)
-        result = slice_of(best, prefix, SLICE, scores) if prefix else serve(best, LAST_PART, scores)
+        if best_way.source:
+            result = fetch_of(best, best_way.prefix_tokens, best_way.source, FETCH, scores)
+        else:
+            prefix = 0 if light else self._slice(request, best, curve, unit)
+            result = slice_of(best, prefix, SLICE, scores) if prefix else serve(best, LAST_PART, scores)
         return structs.replace(result, figures=figures, queue_penalty_s=queue_penalty)
 
     def without_holds(self, facts: PoolFacts = NO_FACTS) -> Policy:
@@ -160,14 +178,14 @@ class Foresight(Policy):
         return replace(self, light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT)
 
     def _load(
-        self, request: PlacementRequest, candidate: Candidate, cost: float, curve: PrefillCurve, now: float, idle: float
+        self, request: PlacementRequest, candidate: Candidate, way: Way, curve: PrefillCurve, now: float, idle: float
     ) -> float:
         """Return what an instance's other requests add to its score, s."""
         work = candidate.prefill_backlog
         interference = self.interference + self.busy_interference * (1.0 - idle)
-        added = interference * cost * max(candidate.num_requests - work.requests, 0)
+        added = interference * way.computes_s * max(candidate.num_requests - work.requests, 0)
         if work.queue:
-            added += prefills_ahead(work, curve, candidate.new_tokens, now)[1]
+            added += prefills_ahead(work, curve, way.new_tokens, now)[1]
         if work.remainders and idle:
             remainders = [
                 curve.cost_s(left, there) for who, left, there in work.remainders if who != request.request_id
@@ -218,31 +236,3 @@ def _mean_cost_s(view: FleetView) -> float:
         return 0.0
     curves = view.curves.values() or (DEFAULT_CURVE,)
     return sum(curve.work_s(view.mean_work) for curve in curves) / len(curves)
-
-
-def _backlog(work: PrefillBacklog, curve: PrefillCurve, now: float) -> float:
-    """Return the seconds of prefill that are open on an instance."""
-    if not work.queue:
-        return 0.0
-    done = min(max(now - work.advanced_at, 0.0), MAX_DONE_SHARE * curve.cost_s(*work.queue[0]))
-    return curve.total_s(work.queue) + curve.sums_s(work.unlisted) - done
-
-
-def prefills_ahead(work: PrefillBacklog, curve: PrefillCurve, new: int, now: float) -> tuple[float, float]:
-    """Return the seconds of prefill that are open on an instance, and how many of these a prompt of `new` tokens waits for.
-    Prefills that are not listed all count as their mean."""
-    backlog = _backlog(work, curve, now)
-    if not (limit := work.chunk_limit) or not backlog:
-        return backlog, backlog
-    costs = [curve.cost_s(left, there) for left, there in work.queue]
-    costs[0] -= min(max(now - work.advanced_at, 0.0), MAX_DONE_SHARE * costs[0])
-    rounds = -(-new // limit)
-    wait = sum(
-        min(cost, rounds * curve.cost_s(min(limit, left), there))
-        for cost, (left, there) in zip(costs, work.queue, strict=True)
-    )
-    if work.unlisted.prefills:
-        left, there = work.unlisted.mean()
-        in_chunks = rounds * work.unlisted.prefills * curve.cost_s(min(limit, left), there)
-        wait += min(curve.sums_s(work.unlisted), in_chunks)
-    return backlog, wait

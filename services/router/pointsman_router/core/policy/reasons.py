@@ -40,6 +40,8 @@ REASONS = {
     "at_once": "lowest predicted time to first token; placed at once",
     "held": "waits for the instance with the lowest predicted time to first token",
     "slice": "lowest predicted time to first token; a slice of the prompt goes first",
+    "fetch": "lowest predicted time to first token; another instance sends the cached prefix first",
+    "awaits_kv": "waits for its prefix, which another request already fetches there",
     "last_part": "lowest predicted time to first token; the whole rest of the prompt goes",
     "next_step_came_too_late": "one instance does all that was left, since the next step came too late",
     "colocated_after_failure": "one instance does it all, since a step of the plan failed",

@@ -8,10 +8,11 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -23,6 +24,8 @@ from pointsman_router.core.requests.shares import Shares
 
 # Ageing rate that stands for 0, tokens/s. It is so low that no wait outweighs a single token.
 _NEVER = 1e-6
+_NOBODY: Mapping[str, int] = MappingProxyType({})
+_Name = TypeVar("_Name", str, tuple[str, str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,8 @@ class HoldQueue:
         self._entries: dict[str, Entry] = {}
         # (pool, requested model) -> number of requests that wait for room.
         self._for_room: Counter[tuple[str, str]] = Counter()
+        # Pool -> instance -> number of requests that wait for the instance.
+        self._held_for: dict[str, Counter[str]] = {}
         self._shares: dict[str, Shares[str]] = {}
         self._orders: dict[str, PoolOrder] = {}
         # (ends_at, request id), earliest end first.
@@ -120,6 +125,17 @@ class HoldQueue:
     def waiting_for_room(self, pool: str) -> list[str]:
         """Return the models (names of the pool, or adapters) for which requests wait for room."""
         return [model for of, model in self._for_room if of == pool]
+
+    def held_for(self, pool: str, request_id: str) -> Mapping[str, int]:
+        """Return how many requests of `pool`, other than this one, wait until an instance has less to do, by instance. The caller
+        must not change it. O(1), or O(instances) for a request that waits itself."""
+        counts = self._held_for.get(pool, _NOBODY)
+        own = self._by_id.get(request_id)
+        if own is None or not own.waits_for:
+            return counts
+        return {
+            name: count - (name == own.waits_for) for name, count in counts.items() if count > (name == own.waits_for)
+        }
 
     def party(self, held: HeldRequest) -> str:
         """Return the name under which a request has its share of the places: its tenant, or all tenants together."""
@@ -202,6 +218,9 @@ class HoldQueue:
         """Raise AssertionError if the orders and the requests disagree, or a limit is exceeded."""
         assert self._entries == {name: self._entry(held) for name, held in self._by_id.items()}
         assert self._for_room == Counter((held.pool, held.request.model) for held in self if held.for_room)
+        waiting = Counter((held.pool, held.waits_for) for held in self if held.waits_for)
+        assert waiting == {(pool, name): count for pool, of in self._held_for.items() for name, count in of.items()}
+        assert all(self._held_for.values())
         assert self._shares.keys() == self._orders.keys()
         assert sum(map(len, self._orders.values())) == len(self)
         assert self._ends == sorted((held.ends_at, held.request.request_id) for held in self)
@@ -229,10 +248,11 @@ class HoldQueue:
 
     def _count(self, held: HeldRequest, change: int) -> None:
         if held.for_room:
-            name = held.pool, held.request.model
-            self._for_room[name] += change
-            if not self._for_room[name]:
-                del self._for_room[name]
+            _change(self._for_room, (held.pool, held.request.model), change)
+        if held.waits_for:
+            _change(self._held_for.setdefault(held.pool, Counter()), held.waits_for, change)
+            if not self._held_for[held.pool]:
+                del self._held_for[held.pool]
 
     def _entry(self, held: HeldRequest) -> Entry:
         request = held.request
@@ -252,6 +272,12 @@ class HoldQueue:
             weight=request.weight if self.settings.fair else 1.0,
             starts_at=held.tenant_load,
         )
+
+
+def _change(counter: Counter[_Name], name: _Name, change: int) -> None:
+    counter[name] += change
+    if not counter[name]:
+        del counter[name]
 
 
 def with_compact_keys(request: PlacementRequest) -> PlacementRequest:

@@ -470,6 +470,8 @@ def _computed(decision: Decision) -> int:
     steps = decision.result.steps
     first = decision.view.find(steps[0].instance_id)
     assert first is not None
+    if steps[0].fetches:
+        return 0
     if steps[-1].kind is StepKind.PREFILL:
         return max(steps[-1].prefix_tokens - first.cached_tokens, 0)
     return first.new_tokens

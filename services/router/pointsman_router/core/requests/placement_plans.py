@@ -78,8 +78,10 @@ class PlacementPlans:
         decision = replace(decision, request=replace(request, keys=()))
         lease_until = None if gateway_id else now + self._place_lease_s
         effects: list[ev.Effect] = [ev.DecisionMade(decision)]
-        index, first = 0, decision.view.find(decision.result.steps[0].instance_id)
+        index, step = 0, decision.result.steps[0]
+        first = decision.view.find(step.instance_id)
         assert first is not None
+        new = request.input_tokens - step.prefix_tokens if step.fetches else first.new_tokens
         known = self._requests.placed(request.request_id)
         if decision.previous_id and known is not None and (before := known.decision) is not None:
             # The decision continues a plan, whose steps are numbered from its beginning.
@@ -89,10 +91,10 @@ class PlacementPlans:
         else:
             if decision.held_s > 0:
                 self._retry_after.waited(decision.pool, request.priority, decision.held_s, now)
-            if mean_work := self._prefill_observer.count_request(decision.pool, first.new_tokens, first.cached_tokens):
+            if mean_work := self._prefill_observer.count_request(decision.pool, new, request.input_tokens - new):
                 effects.append(ev.MeanWorkSet(mean_work, decision.pool))
         effects += self._reserve(decision, index, first, gateway_id, lease_until, request.keys, now)
-        self._requests.count(decision, first.new_tokens, request.keys, now)
+        self._requests.count(decision, new, request.keys, now)
         session = request.session
         # Most sessions have one request only, and their owner need not be stored: the store gets the sessions that come back.
         asked_at = now - decision.held_s
@@ -120,8 +122,8 @@ class PlacementPlans:
         # A decision of an earlier owner has no view, but records the cached tokens.
         cached = candidate.cached_tokens if candidate else decision.cached_tokens
         tokens = min(step.prefix_tokens, decision.request.input_tokens) or decision.request.input_tokens
-        # After a PREFILL on another instance the KV arrives by transfer, so nothing is left to compute.
-        new_tokens = 0 if step.kind is StepKind.SERVE and step.kv_source else max(tokens - cached, 0)
+        # KV from another instance arrives by transfer, so nothing is left to compute.
+        new_tokens = 0 if step.kv_source else max(tokens - cached, 0)
         reservation = Reservation(
             request_id=decision.request.request_id,
             gateway_id=gateway_id,
@@ -137,8 +139,12 @@ class PlacementPlans:
             # An offload's PREFILL, and a slice, run one sequence of one token.
             sequences=decision.request.sequences if step.kind is StepKind.SERVE else 1,
             sequence_tokens=decision.request.sequence_tokens if step.kind is StepKind.SERVE else 0,
+            fetching=step.fetches,
         )
         self._requests.place(reservation, keys, tokens, now, _output_s(decision.request, step))
+        if step.fetches:
+            sent = max(tokens - (candidate.device_tokens if candidate else cached), 0)
+            self._requests.fetch(reservation, step.kv_source, keys, sent, now)
         return [ev.Reserved(reservation)]
 
     def first_token(self, event: ev.FirstToken, now: float) -> list[ev.Effect]:
@@ -159,6 +165,7 @@ class PlacementPlans:
         if reservation is None or decision is None or reservation.step_index != event.step_index:
             return []
         if not event.ok:
+            self._requests.fetch_failed(state.request_id, now)
             return self._colocate(state, reservation, decision, event, now)
         self._requests.computed(state, now)
         self._evidence.began(reservation, now)

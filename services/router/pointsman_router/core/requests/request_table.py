@@ -17,6 +17,7 @@ from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.admission.session_admission import SessionAdmission
 from pointsman_router.core.instances.engine_life import Wait
 from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
+from pointsman_router.core.learning.fetches import Fetches
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefill_progress import OpenPrompt
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
@@ -60,6 +61,7 @@ class RequestTable:
         instances: InstanceRegistry,
         prefix_knowledge: PrefixKnowledge,
         prefill_observer: PrefillObserver,
+        fetches: Fetches,
     ) -> None:
         self.room = room
         self._admission = admission
@@ -67,6 +69,7 @@ class RequestTable:
         self._instances = instances
         self._prefix_knowledge = prefix_knowledge
         self._prefill_observer = prefill_observer
+        self._fetches = fetches
         self._open: dict[str, RequestState] = {}
         # Ended requests whose ids cannot be reused, oldest end first.
         self._ended: OrderedDict[str, RequestState] = OrderedDict()
@@ -191,6 +194,27 @@ class RequestTable:
             self._wait(record, reservation, output_s, now)
         state.prompt = self._prefix_knowledge.opened(reservation, keys, tokens, now)
 
+    def fetch(self, reservation: Reservation, source: str, keys: Sequence[int], tokens: int, now: float) -> None:
+        """Record that `source` sends `tokens` of the prompt's KV to the instance of the step that was just placed. Mutates."""
+        record = self._instances.get(reservation.instance_id)
+        price = self._fetches.price(reservation.pool, record.info.kv_token_bytes if record is not None else 0)
+        self._fetches.opened(
+            reservation.request_id,
+            reservation.pool,
+            source,
+            reservation.instance_id,
+            keys,
+            reservation.cached_tokens,
+            tokens,
+            price,
+            now,
+            behind=self._reservations.first_prefill(source) is not None,
+        )
+
+    def fetch_failed(self, request_id: str, now: float) -> None:
+        """Record that a request's step failed. If it was a fetch, its source is none for a while. Mutates."""
+        self._fetches.failed(request_id, now)
+
     def announce(self, reservation: Reservation, now: float, request: PlacementRequest | None = None) -> None:
         """Open a request as its gateway, or the shared store (`request`: None), reports it, whatever was known of it before.
         Mutates."""
@@ -231,6 +255,7 @@ class RequestTable:
         state.require(COMPUTE)
         reservation, prompt = self._prefilled(state, now)
         self._prefix_knowledge.step_done(prompt, now)
+        self._fetches.done(state.request_id, reservation.instance_id, now)
         state.happened(COMPUTE, now)
         self.progress(state.request_id, reservation.new_tokens)
 
@@ -322,6 +347,7 @@ class RequestTable:
         assert all(state.stage is Stage.ENDED for state in self._ended.values())
         assert len(self._ended) <= MAX_ENDED
         self._prefix_knowledge.check_invariants({name: state.prompt for name, state in self._open.items()})
+        self._fetches.check_invariants(self._open)
         for record in self._instances.records():
             life = record.life
             waiting = [*life.streams, *life.wholes]
@@ -383,6 +409,7 @@ class RequestTable:
 
     def _leave(self, reservation: Reservation, now: float) -> None:
         self._prefill_observer.gone(reservation, now)
+        self._fetches.gone(reservation.request_id)
         # Looked up by id, since the instance may be in another pool now.
         if (record := self._instances.get(reservation.instance_id)) is not None:
             record.life.gone(reservation.request_id)

@@ -1,0 +1,154 @@
+"""Open fetches of cached prefixes from other instances: what arrives where, and what such a fetch costs. Pure.
+
+A fetch is a PREFILL step with a KV source: the source sends the KV of a prompt's first tokens, which it has cached, to the
+step's instance, which computes none of them. Its price is a latency and a time per token, learned as those of lower tiers, for
+each pool. Several fetches from one source share its network interface, so a fetch waits for those that are open there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from pointsman_common.core.block_keys import KEY_TOKENS
+from pointsman_router.core.kv_load import ASSUMED_TOKEN_BYTES, LoadPrice
+from pointsman_router.core.learning.load_price_fit import LoadPriceFit
+from pointsman_router.core.placement_types import Transfers
+
+# Prior of the price until fetches are observed: two requests to engines, one after the other, and a network of 25 Gbit/s.
+FETCH_LATENCY_S, FETCH_BYTES_S = 0.05, 3.1e9
+# How long an instance is no source after a fetch from it failed, s.
+AFTER_FAILURE_S = 30.0
+# Nobody waits for a fetch that has taken longer than so many times the expected time.
+OVERDUE_FACTOR = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    """One open fetch."""
+
+    pool: str
+    source: str  # the instance that sends
+    target: str  # the instance of the step
+    tokens: int  # those that are sent
+    begun_at: float  # s
+    expected_s: float  # by the price when it began
+    behind: bool  # whether the source had prefills, or sent to others, when it began: the time is not that of the transfer alone
+    end: int  # number of leading blocks of the prompt that the target has after it
+    last_key: int  # the key of the last of these blocks, which says what all of them are
+
+
+class Fetches:
+    """The open fetches, and the price of a fetch by pool."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, _Fetch] = {}
+        # By target and by source: the same fetches, by request id.
+        self._to: dict[str, dict[str, _Fetch]] = {}
+        self._from: dict[str, dict[str, _Fetch]] = {}
+        self._fits: dict[str, LoadPriceFit] = {}
+        # Source -> until when it is none, s.
+        self._failed: dict[str, float] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    def price(self, pool: str, token_bytes: int) -> LoadPrice:
+        """Return the price of a fetch in a pool whose engines announce `token_bytes` of KV per token (0: unknown)."""
+        prior = LoadPrice(FETCH_LATENCY_S, (token_bytes or ASSUMED_TOKEN_BYTES) / FETCH_BYTES_S)
+        fit = self._fits.get(pool)
+        return fit.price(prior) if fit is not None else prior
+
+    def samples(self, pool: str) -> int:
+        """Return how many fetches the price of a pool was learned from."""
+        fit = self._fits.get(pool)
+        return fit.samples if fit is not None else 0
+
+    def failing(self, now: float) -> frozenset[str]:
+        """Return the instances from which nothing is fetched, since a fetch failed lately."""
+        if not self._failed:
+            return frozenset()
+        return frozenset(instance_id for instance_id, until in self._failed.items() if until > now)
+
+    def transfers(self, instance_id: str, keys: Sequence[int], now: float) -> Transfers | None:
+        """Return what concerns a prompt with these block keys: what an instance sends to others, and which part of the prompt
+        arrives there for another request. None if there is neither. O(fetches to and from the instance)."""
+        sending = sum(fetch.tokens for fetch in self._from.get(instance_id, {}).values())
+        arriving, arrives_at = 0, 0.0
+        for fetch in self._to.get(instance_id, {}).values():
+            overdue = now - fetch.begun_at > OVERDUE_FACTOR * fetch.expected_s
+            if not overdue and arriving < fetch.end <= len(keys) and keys[fetch.end - 1] == fetch.last_key:
+                arriving, arrives_at = fetch.end, fetch.begun_at + fetch.expected_s
+        if not sending and not arriving:
+            return None
+        if not arriving:
+            return Transfers(sending)
+        return Transfers(sending, arriving * KEY_TOKENS, max(arrives_at - now, 0.0))
+
+    def opened(
+        self,
+        request_id: str,
+        pool: str,
+        source: str,
+        target: str,
+        keys: Sequence[int],
+        end_tokens: int,
+        tokens: int,
+        price: LoadPrice,
+        now: float,
+        *,
+        behind: bool,
+    ) -> None:
+        """Begin a fetch that leaves the first `end_tokens` of a prompt with these `keys` on `target`, `tokens` of them sent by
+        `source`. `behind`: whether the source has prefills to compute first. Mutates."""
+        self.gone(request_id)
+        end = min(end_tokens // KEY_TOKENS, len(keys))
+        if not end:
+            return
+        behind = behind or bool(self._from.get(source))
+        waits = sum(fetch.tokens for fetch in self._from.get(source, {}).values())
+        fetch = _Fetch(pool, source, target, tokens, now, price.seconds(tokens + waits), behind, end, keys[end - 1])
+        self._open[request_id] = fetch
+        self._to.setdefault(target, {})[request_id] = fetch
+        self._from.setdefault(source, {})[request_id] = fetch
+
+    def done(self, request_id: str, instance_id: str, now: float) -> None:
+        """End a fetch whose KV has arrived, if the request has one, and learn what it cost. Mutates."""
+        if (fetch := self._open.get(request_id)) is None:
+            return
+        self.gone(request_id)
+        self._failed.pop(fetch.source, None)
+        seconds = now - fetch.begun_at
+        # Behind others it took longer than the transfer, so it says something only if it was faster than expected.
+        if not fetch.behind or seconds < fetch.expected_s:
+            self._fits.setdefault(fetch.pool, LoadPriceFit()).learn(instance_id, fetch.tokens, seconds)
+
+    def failed(self, request_id: str, now: float) -> None:
+        """End a fetch that failed, if the request has one. Mutates."""
+        if (fetch := self._open.get(request_id)) is not None:
+            self.gone(request_id)
+            self._failed[fetch.source] = now + AFTER_FAILURE_S
+
+    def gone(self, request_id: str) -> None:
+        """End a fetch, if the request has one, of which nothing is learned. Mutates."""
+        if (fetch := self._open.pop(request_id, None)) is not None:
+            for index, name in ((self._to, fetch.target), (self._from, fetch.source)):
+                del index[name][request_id]
+                if not index[name]:
+                    del index[name]
+
+    def expire(self, now: float) -> None:
+        """Drop failures that no longer count. Mutates."""
+        if self._failed:
+            self._failed = {name: until for name, until in self._failed.items() if until > now}
+
+    def forget_pool(self, pool: str) -> None:
+        """Drop what was learned of a pool that has been gone for long. Mutates."""
+        self._fits.pop(pool, None)
+
+    def check_invariants(self, requests: Container[str]) -> None:
+        """Raise AssertionError if a fetch is not that of an open request (`requests`: their ids), or the indexes differ."""
+        assert all(request_id in requests for request_id in self._open)
+        for index in (self._to, self._from):
+            assert all(index.values())
+            assert {name: fetch for there in index.values() for name, fetch in there.items()} == self._open

@@ -1,0 +1,119 @@
+"""The ways in which instances can get a prompt's KV: to compute what they lack, or to fetch another one's prefix first. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from msgspec import UNSET
+
+from pointsman_router.core.placement_types import NO_TRANSFERS, Candidate, FleetView, PlacementRequest
+from pointsman_router.core.policy.prefills_ahead import prefills_ahead
+from pointsman_router.core.prefill_curve import DEFAULT_CURVE, PrefillCurve
+
+# Number of instances with most of the prompt that are considered as sources of a fetch.
+SOURCES = 3
+
+
+class Way(NamedTuple):
+    """How an instance has the whole prompt soonest, its queue aside."""
+
+    seconds: float  # until then, of which it computes for `computes_s`
+    computes_s: float
+    new_tokens: int  # that it computes, with the price of loads from its lower tiers in tokens
+    # Tokens that it has once another instance's KV has arrived; 0: nothing is fetched.
+    prefix_tokens: int = 0
+    source: str = (
+        ""  # the instance that sends them; empty with `prefix_tokens`: they are on their way for another request
+    )
+
+
+class _Source(NamedTuple):
+    candidate: Candidate
+    tokens: int  # that it can send
+    waits_s: float  # before it sends
+
+
+def ways(request: PlacementRequest, view: FleetView, candidates: Sequence[Candidate], least_tokens: float) -> list[Way]:
+    """Return the way of each candidate.
+
+    A fetch takes, in s: the prefills that a prompt of one new token waits for, at the source and at the candidate, the loads from
+    the source's lower tiers, and the pool's price of what it sends to others and of the tokens that the candidate lacks. It is a
+    way if it sends `least_tokens` or more. KV that is on its way for another request counts from its arrival.
+    """
+    curves = view.curves
+    found = []
+    sources = _sources(request, view) if view.fetch_price is not UNSET else ()
+    for candidate in candidates:
+        curve = curves.get(candidate.prefill_backlog.hardware, DEFAULT_CURVE)
+        computes_s = candidate.prefill_s(curve)
+        way = Way(computes_s, computes_s, candidate.new_tokens)
+        if sources:
+            way = _with_fetch(way, request, view, candidate, curve, sources, least_tokens)
+        if candidate.transfers is not UNSET:
+            way = _with_arrival(way, request, candidate, curve)
+        found.append(way)
+    return found
+
+
+def _sources(request: PlacementRequest, view: FleetView) -> Sequence[_Source]:
+    """Return the instances that can send most of the prompt, at most SOURCES."""
+    able = [
+        candidate
+        for candidate in view.candidates
+        if candidate.kv_gives and candidate.exact and not candidate.excluded and candidate.present_tokens
+    ]
+    sources = []
+    for candidate in sorted(able, key=attrgetter("present_tokens"), reverse=True)[:SOURCES]:
+        work = candidate.prefill_backlog
+        curve = view.curves.get(work.hardware, DEFAULT_CURVE)
+        waits_s = prefills_ahead(work, curve, 1, view.now)[1] + candidate.kv_load.seconds
+        sources.append(_Source(candidate, min(candidate.present_tokens, request.sliceable_tokens), waits_s))
+    return sources
+
+
+def _with_fetch(
+    way: Way,
+    request: PlacementRequest,
+    view: FleetView,
+    candidate: Candidate,
+    curve: PrefillCurve,
+    sources: Sequence[_Source],
+    least_tokens: float,
+) -> Way:
+    """Return `way`, or a fetch if that is sooner."""
+    price = view.fetch_price
+    assert price is not UNSET
+    work = candidate.prefill_backlog
+    block, present, length = work.block_size, candidate.present_tokens, request.input_tokens
+    # The KV has a place there once the engine takes the request up, which has one token to compute, as at the source.
+    waits_s = prefills_ahead(work, curve, 1, view.now)[1]
+    for source in sources:
+        # The engine computes the token after the prefix itself.
+        prefix = min(source.tokens, length - 1) // block * block
+        if prefix - present < least_tokens:
+            break
+        transfers = source.candidate.transfers
+        sending = NO_TRANSFERS if transfers is UNSET else transfers
+        fetch_s = source.waits_s + waits_s + price.seconds(prefix - candidate.device_tokens + sending.sending_tokens)
+        if fetch_s >= way.seconds:
+            continue
+        computes_s = curve.cost_s(length - prefix, prefix)
+        if fetch_s + computes_s < way.seconds and source.candidate.can_give_kv_to(candidate):
+            way = Way(fetch_s + computes_s, computes_s, length - prefix, prefix, source.candidate.instance_id)
+    return way
+
+
+def _with_arrival(way: Way, request: PlacementRequest, candidate: Candidate, curve: PrefillCurve) -> Way:
+    """Return `way`, or the wait for KV that is on its way to the candidate if that is sooner."""
+    transfers = candidate.transfers
+    assert transfers is not UNSET
+    arriving = min(transfers.arriving_tokens, request.input_tokens - 1)
+    if arriving <= candidate.present_tokens:
+        return way
+    computes_s = curve.cost_s(request.input_tokens - arriving, arriving)
+    seconds = transfers.arrives_s + computes_s
+    if seconds >= way.seconds:
+        return way
+    return Way(seconds, computes_s, request.input_tokens - arriving, prefix_tokens=arriving)

@@ -1,0 +1,263 @@
+"""Fetches of cached prefixes from other instances: when `foresight` fetches, what the router reserves, and what it learns."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.kv_load import LoadPrice
+from pointsman_router.core.learning.fetches import AFTER_FAILURE_S, OVERDUE_FACTOR, Fetches
+from pointsman_router.core.learning.load_price_fit import LoadPriceFit
+from pointsman_router.core.placement_types import (
+    Candidate,
+    FleetView,
+    KvTransfer,
+    PolicyResult,
+    PrefillBacklog,
+    PrefixSource,
+    StepKind,
+    Transfers,
+)
+from pointsman_router.core.policy.foresight import Foresight
+from pointsman_router.core.prefill_curve import PrefillCurve, PrefillWork
+from pointsman_router.core.router_state import RouterState, StateSettings
+from tests.support.router_values import candidate, join, place, request
+
+# A new token takes 1 ms, so the mean request, of 1,000 tokens, takes 1 s. A fetched token takes 0.1 ms, and each fetch 0.1 s.
+CURVE, MEAN, PRICE = PrefillCurve(0.0, 1e-3, 0.0), PrefillWork(1_000.0, 0.0), LoadPrice(0.1, 1e-4)
+POLICY = Foresight(fetch_min_tokens=512)
+KEYS = tuple(range(1, 257))  # 4,096 tokens
+TOKENS = 4_100
+KV = KvTransfer("MOONCAKE", "http://x")
+
+
+def instance(name: str, cached: int = 0, waits_s: float = 0.0, decodes: int = 0, **changes: Any) -> Candidate:
+    """An instance with `cached` of 10,000 tokens, on which `waits_s` of prefill are open, and `decodes` answers."""
+    queue = ((int(waits_s * 1_000), 0),) if waits_s else ()
+    work = PrefillBacklog(queue=queue, advanced_at=10.0, requests=len(queue))
+    requests = len(queue) + decodes
+    made = candidate(name, new=10_000 - cached, cached=cached, num_requests=requests, prefill_backlog=work)
+    return replace(made, **{"prefix_source": PrefixSource.EVENTS, **changes})
+
+
+def decided(*candidates: Candidate, price: Any = PRICE, policy: Foresight = POLICY, **asked: Any) -> PolicyResult:
+    view = FleetView(candidates, now=10.0, curves={"": CURVE}, mean_work=MEAN, fetch_price=price)
+    whole = request(tokens=10_000, **{"sliceable_tokens": 10_000, **asked})
+    return policy.choose(whole, view, random.Random(0))
+
+
+def test_a_cached_prefix_is_fetched_if_its_owner_has_many_answers_and_computing_takes_long() -> None:
+    busy, idle = instance("a", cached=9_600, decodes=200), instance("b")
+    result = decided(busy, idle)
+    [step] = result.steps
+    assert (step.kind, step.instance_id, step.kv_source) == (StepKind.PREFILL, "b", "a")
+    assert (step.prefix_tokens, result.reason) == (9_600, "fetch")
+    # 0.1 + 0.96 s for the transfer, and 0.4 s for the rest.
+    assert result.figures["prefill_s"] == pytest.approx(1.06 + 0.4)
+    # The computed seconds alone slow answers down, each by 0.05 of them.
+    assert result.scores == pytest.approx({"a": 0.4 * (1 + 0.05 * 200), "b": 1.46 + 0.3 * 1.06})
+    assert decided(instance("a", cached=9_600, decodes=20), idle).steps[0].instance_id == "a"
+
+
+def test_a_fetch_waits_for_the_prefills_at_its_source_and_where_it_goes() -> None:
+    result = decided(instance("a", cached=9_600, decodes=2_000, waits_s=0.5), instance("b", waits_s=0.25))
+    assert result.figures["prefill_s"] == pytest.approx(0.5 + 0.25 + 1.06 + 0.4)
+    # The request itself waits for those where it goes once more, after the KV has come.
+    assert result.figures["wait_s"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("source", "price", "asked"),
+    [
+        ({}, UNSET, {}),
+        ({}, LoadPrice(0.1, 2e-3), {}),
+        ({}, PRICE, {"sliceable_tokens": 0}),
+        ({"kv_gives": ""}, PRICE, {}),
+        ({"excluded": "draining"}, PRICE, {}),
+        ({"prefix_source": PrefixSource.APPROXIMATE}, PRICE, {}),
+        ({"kv_engine_id": "e", "kv_gives": "NIXL"}, PRICE, {}),
+    ],
+)
+def test_nothing_is_fetched_that_cannot_or_need_not_be(source: dict[str, Any], price: Any, asked: Any) -> None:
+    result = decided(instance("a", cached=9_600, decodes=200, **source), instance("b"), price=price, **asked)
+    assert not any(step.kv_source for step in result.steps)
+
+
+def test_few_tokens_are_computed_and_not_fetched() -> None:
+    a, b = instance("a", cached=9_600, decodes=2_000), instance("b", cached=9_200)
+    assert decided(a, b).reason == "at_once"
+    assert decided(a, b, price=LoadPrice(0.0, 1e-4)).reason == "at_once"
+    assert decided(a, b, price=LoadPrice(0.0, 1e-4), policy=Foresight(fetch_min_tokens=16)).reason == "fetch"
+
+
+def test_the_prefix_is_of_whole_blocks_and_leaves_a_token_to_compute() -> None:
+    idle = instance("b", prefill_backlog=PrefillBacklog(block_size=96))
+    [step] = decided(instance("a", cached=9_984, decodes=20_000), idle).steps
+    assert step.prefix_tokens == 9_984
+    [step] = decided(instance("a", cached=9_999, decodes=2_000_000), idle, sliceable_tokens=9_000).steps
+    assert step.prefix_tokens == 8_928
+
+
+def test_fetches_of_one_source_wait_for_each_other() -> None:
+    busy, idle = instance("a", cached=9_600, decodes=4_000), instance("b")
+    sending = replace(busy, transfers=Transfers(sending_tokens=20_000))
+    assert decided(sending, idle).figures["prefill_s"] == pytest.approx(1.06 + 2.0 + 0.4)
+
+
+def test_whoever_needs_the_same_prefix_waits_for_it_and_counts_those_before_him() -> None:
+    busy, other = instance("a", cached=9_600, decodes=200), instance("c")
+    target = instance("b", transfers=Transfers(arriving_tokens=9_600, arrives_s=0.5))
+    result = decided(busy, target, other)
+    assert (result.steps, result.reason, result.waits_for) == ((), "awaits_kv", "b")
+    assert result.figures["prefill_s"] == pytest.approx(0.5 + 0.4)
+    # For the third one the KV would have to be sent once more.
+    assert result.scores == pytest.approx({"a": 0.4 * 11, "b": 0.9 + 0.3 * 0.5, "c": 1.46 + 0.3 * 1.06})
+    crowded = replace(target, held_for=30)
+    assert decided(busy, crowded, other).reason != "awaits_kv"
+    without_holds = POLICY.without_holds()
+    assert isinstance(without_holds, Foresight)
+    assert decided(busy, target, policy=without_holds).steps
+
+
+def fetched(fetches: Fetches, name: str, seconds: float, now: float = 0.0, *, tokens: int = 16_000) -> None:
+    keys = range(1, tokens // 16 + 1)
+    price = fetches.price("m", 100_000)
+    fetches.opened(name, "m", "a", "b", keys, tokens, tokens, price, now, behind=False)
+    fetches.done(name, "b", now + seconds)
+
+
+def test_the_price_is_learned() -> None:
+    fetches = Fetches()
+    prior = fetches.price("m", 100_000)
+    assert prior.seconds(1_000_000) == pytest.approx(1_000_000 * 100_000 / 3.1e9, rel=0.01)
+    for number in range(LoadPriceFit.TRUSTED_AFTER):
+        fetched(fetches, f"r{number}", 0.05 + (1 + number) * 1e-5 * 16_000, tokens=16_000 * (1 + number))
+    assert fetches.samples("m") == LoadPriceFit.TRUSTED_AFTER
+    assert fetches.price("m", 100_000).seconds(32_000) == pytest.approx(0.05 + 0.32, rel=0.2)
+    assert fetches.price("other", 100_000) == prior
+    fetches.forget_pool("m")
+    assert fetches.price("m", 100_000) == prior
+
+
+def test_behind_a_prefill_only_a_fast_fetch_says_something() -> None:
+    fetches = Fetches()
+    price = fetches.price("m", 100_000)
+    for seconds, samples in ((30.0, 0), (0.01, 1)):
+        fetches.opened("r", "m", "a", "b", range(1, 1_001), 16_000, 16_000, price, 0.0, behind=True)
+        fetches.done("r", "b", seconds)
+        assert fetches.samples("m") == samples
+
+
+def test_an_instance_is_no_source_for_a_while_after_a_failure() -> None:
+    fetches = Fetches()
+    fetches.opened("r", "m", "a", "b", KEYS, 4_096, 4_096, PRICE, 0.0, behind=False)
+    fetches.failed("r", 1.0)
+    assert fetches.failing(1.0) == {"a"}
+    assert not fetches.failing(1.0 + AFTER_FAILURE_S)
+    fetches.expire(1.0 + AFTER_FAILURE_S)
+    fetches.check_invariants(())
+    fetches.opened("r", "m", "a", "b", KEYS, 4_096, 4_096, PRICE, 0.0, behind=False)
+    fetches.failed("r", 1.0)
+    fetched(fetches, "s", 0.2, 2.0)
+    assert not fetches.failing(3.0), "it sends again"
+
+
+def test_what_is_on_its_way_is_known_to_prompts_that_begin_with_it() -> None:
+    fetches = Fetches()
+    fetches.opened("r", "m", "a", "b", KEYS, 2_048, 2_000, PRICE, 5.0, behind=False)
+    expected_s = PRICE.seconds(2_000)
+    found = fetches.transfers("b", KEYS[:200], 5.1)
+    assert found is not None
+    assert (found.sending_tokens, found.arriving_tokens) == (0, 2_048)
+    assert found.arrives_s == pytest.approx(expected_s - 0.1)
+    assert fetches.transfers("b", KEYS[:100], 5.1) is None, "a shorter prompt"
+    assert fetches.transfers("b", (*KEYS[:127], 9_999, *KEYS[128:]), 5.1) is None, "another prefix"
+    assert fetches.transfers("a", (), 5.1) == Transfers(2_000)
+    late = 5.0 + OVERDUE_FACTOR * expected_s + 0.01
+    assert fetches.transfers("b", KEYS, late) is None, "nobody waits for what does not come"
+    fetches.gone("r")
+    assert fetches.transfers("b", KEYS, 5.1) is None
+    fetches.check_invariants(())
+
+
+# ---- the router ----
+
+
+def router(**changes: Any) -> RouterState:
+    made = RouterState(Foresight(fetch_min_tokens=512), StateSettings(), router_id="t")
+    for number, name in enumerate("ab"):
+        join(made, name, number, list(KEYS) if name == "a" else [], kv_transfer=KV, **changes)
+    # Many answers run on `a`.
+    for number in range(200):
+        place(made, request(f"w{number}", tokens=1_000, exclude=("b",)))
+        made.handle(ev.FirstToken(f"w{number}"), 0.5)
+    return made
+
+
+def fetch(made: RouterState, name: str = "r", now: float = 1.0) -> ev.Placed:
+    asked = request(name, tokens=TOKENS, keys=KEYS, sliceable_tokens=TOKENS, session_id="s")
+    answer = place(made, asked, now)
+    made.check_invariants()
+    assert isinstance(answer, ev.Placed)
+    return answer
+
+
+def test_a_fetch_reserves_no_computing_and_the_rest_is_decided_anew() -> None:
+    made = router()
+    learned = made.prefill_observer.samples("m", "")
+    answer = fetch(made)
+    step = answer.step
+    assert (step.kind, step.instance_id, step.kv_source, answer.last) == (StepKind.PREFILL, "b", "a", False)
+    reserved = made.reservations.get("r")
+    assert reserved is not None
+    assert (reserved.new_tokens, reserved.cached_tokens, reserved.fetching) == (0, 4_096, True)
+    assert made.reservations.num_prefills("b") == 1, "no answer runs there yet"
+    [remainder] = made.reservations.remainders("b")[0]
+    assert remainder == ("r", TOKENS - 4_096, 4_096)
+    seen = made.views.view(request("q", tokens=TOKENS, keys=KEYS), "m", 1, 1.1)
+    sending, arriving = seen.candidates[0].transfers, seen.candidates[1].transfers
+    assert isinstance(sending, Transfers)
+    assert isinstance(arriving, Transfers)
+    assert (sending.sending_tokens, arriving.arriving_tokens) == (4_096, 4_096)
+    effects = made.handle(ev.StepDone("r", 0, ok=True), 1.3)
+    made.check_invariants()
+    [last] = [effect for effect in effects if isinstance(effect, ev.Placed)]
+    assert (last.step.kind, last.step.instance_id, last.step.kv_source) == (StepKind.SERVE, "b", "")
+    assert last.decision.cached_tokens == 4_096
+    assert made.fetches.samples("m") == 1
+    assert made.prefill_observer.samples("m", "") == learned, "of prefills it says nothing"
+
+
+def test_if_the_fetch_fails_the_instance_computes_and_the_source_gives_nothing_for_a_while() -> None:
+    made = router()
+    fetch(made)
+    effects = made.handle(ev.StepDone("r", 0, ok=False, error="evicted"), 2.0)
+    made.check_invariants()
+    [last] = [effect for effect in effects if isinstance(effect, ev.Placed)]
+    assert (last.step.kind, last.step.instance_id, last.step.kv_source, last.last) == (StepKind.SERVE, "b", "", True)
+    reserved = made.reservations.get("r")
+    assert reserved is not None
+    assert reserved.new_tokens == TOKENS
+    made.handle(ev.Finished("r", "OK"), 3.0)
+    again = fetch(made, "again", 4.0)
+    assert not again.step.kv_source
+
+
+def test_a_request_that_ends_ends_its_fetch() -> None:
+    made = router()
+    fetch(made)
+    made.handle(ev.Finished("r", "CANCELLED"), 1.2)
+    made.check_invariants()
+    assert not made.fetches
+
+
+def test_engines_that_cannot_transfer_kv_have_no_price() -> None:
+    made = RouterState(Foresight(), StateSettings(), router_id="t")
+    join(made, "a", 0, kv_transfer=None)
+    seen = made.views.view(request("q", tokens=TOKENS, keys=KEYS, sliceable_tokens=TOKENS), "m", 1, 1.0)
+    assert seen.fetch_price is UNSET
