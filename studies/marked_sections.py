@@ -8,9 +8,9 @@ from typing import Any
 
 import jinja2
 
-ADMISSION, DEFAULT, OPENING, TIERS = "admission", "default", "opening", "tiers"
+ADMISSION, DEFAULT, FETCH, OPENING, TIERS = "admission", "default", "fetch", "opening", "tiers"
 # The sections that other commands than `python -m studies.findings` write.
-OF_STUDIES = (ADMISSION, DEFAULT)
+OF_STUDIES = (ADMISSION, DEFAULT, FETCH)
 # The sections of README.md.
 BOARD, ROUTERS = "board", "routers"
 

@@ -1,0 +1,1 @@
+"""What fetching a cached prefix from another instance gains."""
