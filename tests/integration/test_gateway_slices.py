@@ -170,7 +170,9 @@ async def test_a_router_that_does_not_know_the_plan_is_asked_for_another_one(up:
     ) -> placement_pb2.Placement | placement_pb2.Refusal | None:
         given = planned(request)
         if len(up.router.places) == 1:
-            up.router.next_steps = [placement_pb2.Refusal(code=14, message="another's plan", not_serving=True)]
+            up.router.plans[request.request_id] = [
+                placement_pb2.Refusal(code=14, message="another's plan", not_serving=True)
+            ]
         return given
 
     up.router.placer = known_from_the_second_time_on

@@ -240,7 +240,9 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
         self.starting = False  # whether it does not know the fleet yet
         self.placer: Placer = self.first
         self.draining: set[str] = set()
+        # What follows the steps of any request, and of those with these ids.
         self.next_steps: list[placement_pb2.Placement | placement_pb2.Refusal] = []
+        self.plans: dict[str, list[placement_pb2.Placement | placement_pb2.Refusal]] = {}
         self.after_failure: Callable[[placement_pb2.StepDone], placement_pb2.Placement] | None = None
         self.late = False  # whether the answer to a step's end is sent only after the request's end
         self._held: list[placement_pb2.Placement] = []
@@ -342,7 +344,7 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
                 if not message.step_done.ok and self.after_failure is not None:
                     answer = self.after_failure(message.step_done)
                 else:
-                    answer = self.next_steps.pop(0)
+                    answer = self.plans.get(message.step_done.request_id, self.next_steps).pop(0)
                 answer.request_id = message.step_done.request_id
                 if self.late:
                     self._held.append(answer)

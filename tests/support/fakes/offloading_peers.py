@@ -1,4 +1,5 @@
-"""A gateway in front of two engines with KV transfer, and a router that plans PREFILL on one and SERVE on the other."""
+"""A gateway in front of two engines with KV transfer, and a router that plans PREFILL on one and SERVE on the other, or lets one
+fetch what the other has cached."""
 
 from __future__ import annotations
 
@@ -91,15 +92,17 @@ class KvEngine(FakeEngine):
         if body.get("stream"):
             return await super().generate(request)
         reason = "stop" if does == "early" else "length"
-        return web.json_response({"choices": [{"finish_reason": reason}], "kv_transfer_params": self.answers})
+        usage = {"prompt_tokens_details": {"cached_tokens": self.cached(body)}}
+        choices = [{"finish_reason": reason}]
+        return web.json_response({"choices": choices, "usage": usage, "kv_transfer_params": self.answers})
 
 
 @asynccontextmanager
-async def offload_stack(tmp_path: Path, short: Sequence[str] = ()) -> AsyncIterator[Stack]:
-    """Run a gateway and a router that offloads. Timeouts are 60 s, or 0.3 s for the settings in `short`."""
+async def offload_stack(tmp_path: Path, short: Sequence[str] = (), **more: Any) -> AsyncIterator[Stack]:
+    """Run a gateway and a router that offloads. Timeouts are 60 s, or 0.3 s for the settings in `short`. `more`: as stack()."""
     limits: dict[str, Any] = {"transfer_timeout_s": 60.0, "prefill_timeout_s": 60.0} | dict.fromkeys(short, 0.3)
     limits["breakdown_file"] = tmp_path / "breakdown.jsonl"
-    async with stack(tmp_path, engine=KvEngine, **limits) as running:
+    async with stack(tmp_path, engine=KvEngine, **limits, **more) as running:
         offloading(running)
         yield running
         assert [engine.open for engine in running.engines] == [0, 0]
@@ -112,11 +115,7 @@ def offloading(
     layerwise: tuple[bool, bool] = (False, False),
 ) -> None:
     """Make the router plan PREFILL on i0 and SERVE on i1; after a failure, SERVE on i1 without KV."""
-    p, d = up.router.pools[0].instances
-    p.kv_transfer.layerwise, d.kv_transfer.layerwise = layerwise
-    for ref, engine in zip((p, d), up.engines, strict=True):
-        ref.kv_transfer.protocol = protocol
-        ref.kv_transfer.bootstrap_url = engine.url
+    p, d = transferring(up, protocol, layerwise)
     normal = up.router.placer
 
     def offload(request: placement_pb2.PlacementRequest) -> placement_pb2.Placement | placement_pb2.Refusal | None:
@@ -134,6 +133,20 @@ def offloading(
         return placement_pb2.Placement(decision_id="d", step=step, last=True)
 
     up.router.placer, up.router.after_failure = offload, failed
+
+
+def transferring(
+    up: Stack,
+    protocol: agent_pb2.KvProtocol.ValueType = agent_pb2.KV_PROTOCOL_MOONCAKE,
+    layerwise: tuple[bool, bool] = (False, False),
+) -> tuple[placement_pb2.InstanceRef, placement_pb2.InstanceRef]:
+    """Announce that i0 and i1 transfer KV; return them."""
+    p, d = up.router.pools[0].instances
+    p.kv_transfer.layerwise, d.kv_transfer.layerwise = layerwise
+    for ref, engine in zip((p, d), up.engines, strict=True):
+        ref.kv_transfer.protocol = protocol
+        ref.kv_transfer.bootstrap_url = engine.url
+    return p, d
 
 
 async def answered(up: Stack, body: dict[str, Any]) -> tuple[str, str]:
@@ -162,6 +175,16 @@ def reported_steps(up: Stack) -> list[tuple[int, str]]:
     return [(done.step_index, done.error) for done in up.router.step_dones]
 
 
+def fetches_by_outcome(up: Stack) -> dict[str, int]:
+    """How many fetches the gateway has counted, by outcome, without those that did not happen."""
+    found = up.gateway.telemetry.kv_fetches.collect()[0].samples
+    return {
+        sample.labels["outcome"]: int(sample.value)
+        for sample in found
+        if sample.name.endswith("_total") and sample.value
+    }
+
+
 def p_and_d(up: Stack) -> tuple[KvEngine, KvEngine]:
     p, d = up.engines
     assert isinstance(p, KvEngine)
@@ -169,19 +192,21 @@ def p_and_d(up: Stack) -> tuple[KvEngine, KvEngine]:
     return p, d
 
 
-def slicing(up: Stack, *prefixes: int) -> None:
-    """Make the router plan a PREFILL on i0 for each of `prefixes` (tokens), then SERVE on i0."""
-    instance = up.router.pools[0].instances[0]
+def slicing(up: Stack, *prefixes: int, at: int = 0, fetches: int = 0) -> None:
+    """Make the router plan a PREFILL on an instance for each of `prefixes` (tokens), then SERVE there. The first `fetches`
+    prefixes are fetched from the other instance."""
+    instance, other = up.router.pools[0].instances[at], up.router.pools[0].instances[1 - at]
 
     def step(index: int, tokens: int = 0) -> placement_pb2.Placement:
         kind = placement_pb2.STEP_KIND_PREFILL if tokens else placement_pb2.STEP_KIND_SERVE
-        given = placement_pb2.Step(index=index, kind=kind, instance=instance, prefix_tokens=tokens)
+        source = other if tokens and index < fetches else None
+        given = placement_pb2.Step(index=index, kind=kind, instance=instance, prefix_tokens=tokens, kv_source=source)
         return placement_pb2.Placement(decision_id="d", step=given, last=not tokens)
 
     def first(request: placement_pb2.PlacementRequest) -> placement_pb2.Placement:
-        up.router.next_steps = [*(step(at, tokens) for at, tokens in enumerate(prefixes) if at), step(len(prefixes))]
-        given = step(0, prefixes[0])
+        given, *plan = [*(step(index, tokens) for index, tokens in enumerate(prefixes)), step(len(prefixes))]
         given.request_id = request.request_id
+        up.router.plans[request.request_id] = [*plan]
         return given
 
     up.router.placer = first

@@ -137,6 +137,24 @@ def test_each_step_of_a_plan_has_its_span_and_a_pull_is_part_of_its_serve() -> N
     assert (spans[2].attributes["pointsman.kv_target"], spans[3].attributes["pointsman.kv_source"]) == ("d:1", "p:1")
 
 
+def test_a_fetch_is_a_prefill_that_names_its_source() -> None:
+    attempt = Attempt()
+    attempt.begin_placement("r", 1.0)
+    attempt.begin_step(StepAssigned("r", D, 0, prefill_tokens=640, kv_source=P), 2.0)
+    attempt.end_step("the prefix did not arrive", 3.0)
+    attempt.begin_step(StepAssigned("r", D, 1), 3.5)
+    _, fetch, serve = attempt_spans(REQUEST, attempt, CHAT, "", 900, 4.0, clock)
+    assert (fetch.name, at(fetch), fetch.error) == ("prefill", (2.0, 3.0), "the prefix did not arrive")
+    assert fetch.attributes == {
+        "pointsman.request_id": "r",
+        "pointsman.instance": "d:1",
+        "pointsman.step": 0,
+        "pointsman.prefix_tokens": 640,
+        "pointsman.kv_source": "p:1",
+    }
+    assert "pointsman.kv_source" not in serve.attributes
+
+
 def test_a_step_that_was_sent_ahead_begins_when_it_was_sent() -> None:
     attempt = Attempt()
     attempt.begin_placement("r", 1.0)

@@ -676,6 +676,98 @@ def test_a_client_that_leaves_ends_both() -> None:
         ]
 
 
+FETCH = StepAssigned("r", B, prefill_tokens=64, kv_source=A)
+FETCH_AT_ONCE = replace(FETCH, target=EAGER_B, kv_source=EAGER_A)
+
+
+def fetching(step: StepAssigned = FETCH) -> RequestStateMachine:
+    machine = begun()
+    assert machine.handle(step, 0.0) == [ev.Prefill(step)]
+    return machine
+
+
+def test_after_a_fetch_comes_what_the_router_plans() -> None:
+    machine = fetching()
+    assert machine.handle(ev.PrefillEnded(), 1.0) == [ev.AskNextStep("r", 0, "")]
+    rest = StepAssigned("r", B, index=1, prefill_tokens=128)
+    assert machine.handle(rest, 2.0) == [ev.Prefill(rest)]
+    machine.handle(ev.PrefillEnded(), 3.0)
+    last = StepAssigned("r", B, index=2)
+    assert machine.handle(last, 4.0) == [ev.Serve(last)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "tokens", "deadline"),
+    [(RequestTimeouts(), 2_000, 6.0), (RequestTimeouts(), 100_000, 30.0), (LIMITS, 2_000, 5.0)],
+)
+def test_a_fetch_may_take_as_long_as_computing_on_a_slow_instance(
+    limits: RequestTimeouts, tokens: int, deadline: float
+) -> None:
+    machine = RequestStateMachine("r", limits)
+    machine.start(0.0)
+    machine.handle(replace(FETCH, prefill_tokens=tokens), 0.0)
+    assert machine.deadline == deadline
+    # Either instance may be slow.
+    assert machine.handle(ev.Tick(), deadline) == [ev.AbortUpstream(), ev.AskNextStep("r", 0, "deadline")]
+    assert machine.handle(replace(FETCH, index=1), deadline) == [ev.Serve(StepAssigned("r", B, index=1))]
+
+
+@pytest.mark.parametrize("step", [FETCH, FETCH_AT_ONCE], ids=["in turn", "at once"])
+@pytest.mark.parametrize(
+    ("ended", "fails", "refused_by"),
+    [
+        (ev.PrefillEnded("status 500", refused=True, instance_id="a"), False, ("a",)),
+        (ev.PrefillEnded("no answer: reset", True, broke=True, instance_id="a"), False, ("a",)),
+        (ev.PrefillEnded("status 404", instance_id="a"), False, ()),
+        # The instance may refuse because of the source's KV.
+        (ev.PrefillEnded("status 500", refused=True, instance_id="b"), False, ()),
+        (ev.PrefillEnded("no answer: ConnectionRefusedError", True, instance_id="b"), True, ()),
+        (ev.PrefillEnded("the prefix did not arrive"), False, ()),
+    ],
+)
+def test_a_failed_fetch_counts_against_the_instance_that_failed(
+    step: StepAssigned, ended: ev.PrefillEnded, fails: bool, refused_by: tuple[str, ...]
+) -> None:
+    machine = fetching(step)
+    assert machine.handle(ended, 1.0) == [ev.AskNextStep("r", 0, ended.error, fails)]
+    # Whatever the router says now, nothing but a plain SERVE is sent.
+    plain = StepAssigned("r", step.target, index=1)
+    assert machine.handle(replace(step, index=1), 2.0) == [ev.Serve(plain)]
+    assert machine.handle(ev.ResponseStarted(), 3.0) == [ev.ReportFirstToken("r", refused_by)]
+
+
+@pytest.mark.parametrize("step", [FETCH, FETCH_AT_ONCE], ids=["in turn", "at once"])
+def test_a_request_that_breaks_the_source_and_then_the_instance_is_sent_to_no_third(step: StepAssigned) -> None:
+    machine = fetching(step)
+    machine.handle(ev.PrefillEnded("no answer: reset", True, broke=True, instance_id="a"), 1.0)
+    machine.handle(StepAssigned("r", step.target, index=1), 2.0)
+    _, report, failure = machine.handle(ev.UpstreamFailed("no answer: reset", broke=True), 3.0)
+    assert report == ev.ReportFinished("r", Outcome.REJECTED, "no answer: reset", broke=True, alike=("a",))
+    assert isinstance(failure, ev.FailRequest)
+    assert failure.code == ev.BREAKS_INSTANCES
+
+
+@pytest.mark.parametrize(("step", "died"), [(FETCH, False), (FETCH_AT_ONCE, True)], ids=["in turn", "at once"])
+def test_an_instance_that_is_gone_after_a_fetch_died_of_the_request_only_if_it_had_it(
+    step: StepAssigned, died: bool
+) -> None:
+    machine = fetching(step)
+    machine.handle(ev.PrefillEnded("no answer: reset", True, broke=True, instance_id="a"), 1.0)
+    machine.handle(StepAssigned("r", step.target, index=1), 2.0)
+    last = machine.handle(ev.UpstreamFailed("no answer: ConnectionRefusedError", unreached=True), 3.0)[-1]
+    assert isinstance(last, ev.FailRequest if died else ev.AskRouter)
+
+
+def test_a_router_that_is_lost_after_a_fetch_is_followed_by_another_attempt() -> None:
+    machine = fetching()
+    machine.handle(ev.PrefillEnded(), 1.0)
+    assert machine.handle(ev.RouterLost("r"), 2.0) == [LOST, ev.AskRouter("r.1", (), "b")]
+    machine = fetching()
+    machine.handle(ev.PrefillEnded("deadline"), 1.0)
+    alone = ev.Serve(StepAssigned("r", B, 1, degraded=True))
+    assert machine.handle(ev.RouterLost("r"), 2.0) == [alone, ev.ReportServedAlone("r")]
+
+
 EVENTS = st.one_of(
     st.builds(
         StepAssigned,
@@ -687,7 +779,7 @@ EVENTS = st.one_of(
     ),
     st.builds(ev.PlacementRefused, st.sampled_from(["r", "r.1", "r.2"]), st.sampled_from([5, 8, 14]), st.just("no")),
     st.builds(ev.RouterLost, st.sampled_from(["r", "r.1", "r.2"])),
-    st.builds(ev.PrefillEnded, st.sampled_from(["", "broke"])),
+    st.builds(ev.PrefillEnded, st.sampled_from(["", "broke"]), instance_id=st.sampled_from(["", "a", "b"])),
     st.builds(ev.PullEnded, st.sampled_from(["", "broke"])),
     st.builds(ev.ResponseEnded, st.sampled_from(["", "broke"])),
     st.builds(ev.ResponseRejected, st.just(400)),
@@ -823,15 +915,18 @@ class Conversation(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting is not None)
     @rule(
         where=st.sampled_from([A, B]),
-        shape=st.sampled_from(["serve", "slice", "prefill", "fetch", "eager", "follows", "follows"]),
+        shape=st.sampled_from(
+            ["serve", "slice", "prefill", "pull", "eager", "follows", "follows", "fetch", "fetch at once"]
+        ),
     )
     def step_given(self, where: Target, shape: str) -> None:
+        other = B if where is A else A
         step = StepAssigned(
             self.machine.attempt_id,
-            {"eager": EAGER_A, "follows": EAGER_B}.get(shape, where),
-            prefill_tokens=64 * (shape in ("slice", "prefill", "eager")),
+            {"eager": EAGER_A, "follows": EAGER_B, "fetch at once": EAGER_B}.get(shape, where),
+            prefill_tokens=64 * (shape in ("slice", "prefill", "eager", "fetch", "fetch at once")),
             kv_target={"prefill": B, "eager": EAGER_B}.get(shape),
-            kv_source={"fetch": A, "follows": EAGER_A}.get(shape),
+            kv_source={"pull": A, "follows": EAGER_A, "fetch": other, "fetch at once": EAGER_A}.get(shape),
         )
         self.tell(step)
 
@@ -867,19 +962,23 @@ class Conversation(RuleBasedStateMachine):
         self.tell(event)
 
     @precondition(lambda self: isinstance(self.upstream, ev.Prefill | ev.PullKv))
-    @rule(error=st.sampled_from(["", "broke"]), broke=st.booleans())
-    def helper_ends(self, error: str, broke: bool) -> None:
-        self.helper_ended(error, broke=broke)
+    @rule(error=st.sampled_from(["", "broke"]), broke=st.booleans(), at_source=st.booleans())
+    def helper_ends(self, error: str, broke: bool, at_source: bool) -> None:
+        self.helper_ended(error, broke=broke, at_source=at_source)
 
-    def helper_ended(self, error: str, *, broke: bool = False) -> None:
+    def helper_ended(self, error: str, *, broke: bool = False, at_source: bool = False) -> None:
         helper, self.upstream = self.upstream, None
         if isinstance(helper, ev.PullKv):
             self.tell(ev.PullEnded(error))
             return
         assert isinstance(helper, ev.Prefill)
-        if broke and error:
-            self.broken.add(helper.step.target.instance_id)
-        self.tell(ev.PrefillEnded(error, broke=broke and bool(error)))
+        broke = broke and bool(error)
+        failed = helper.step.kv_source if at_source else None
+        if broke:
+            self.broken.add((failed or helper.step.target).instance_id)
+        self.tell(ev.PrefillEnded(error, broke, broke=broke, instance_id="" if failed is None else failed.instance_id))
+        if isinstance(self.waiting, ev.AskNextStep):
+            assert self.waiting.instance_failed == (broke and failed is None), "another one's failure"
 
     @precondition(lambda self: isinstance(self.upstream, ev.Serve) and self.machine.phase is Phase.SERVING)
     @rule(event=st.sampled_from([ev.ResponseStarted(), ev.ResponseRejected(400), ev.ResponseRejected(502, own=True)]))

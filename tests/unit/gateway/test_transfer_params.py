@@ -57,7 +57,7 @@ def test_another_apis_prompt_is_sent_as_the_chat_that_it_is() -> None:
 
 
 def test_a_slice_carries_model_and_salt() -> None:
-    path, raw = kv.slice_request(call(model="lora", cache_salt="s"), (1, 2, 3))
+    path, raw = kv.prefix_request(call(model="lora", cache_salt="s"), (1, 2, 3))
     body = json.loads(raw)
     assert (path, body["model"], body["cache_salt"], body["prompt"], body["max_tokens"]) == (
         "/v1/completions",

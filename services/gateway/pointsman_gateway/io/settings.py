@@ -167,7 +167,8 @@ class GatewaySettings(BaseSettings):
     transfer_timeout_s: float = Field(
         RequestTimeouts.transfer_s,
         gt=0,
-        description="maximum time for KV to arrive from another instance, in seconds; then the request is colocated",
+        description="maximum time for KV to arrive from another instance, in seconds; then the request is colocated. A fetch "
+        "of a cached prefix has 5 s and 0.5 ms for each token, if that is less",
     )
     response_timeout_s: float = Field(
         3600.0, gt=0, description="maximum wait for an answer that is not streamed, in seconds"

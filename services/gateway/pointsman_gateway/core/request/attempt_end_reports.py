@@ -25,6 +25,7 @@ class AttemptBreakdown(RequestTiming, kw_only=True, omit_defaults=True):
     outcome: str  # name of an Outcome, such as OK or FAILED
     status: int  # HTTP status of the instance's answer; 0 without one
     instances: list[str]  # instances of the steps, in order
+    fetched_from: str = ""  # instance from whose cache a step fetched the prompt's first tokens, or was to
     fallback: str = ""  # error of the last step that failed
     error: str = ""  # how the attempt ended, without addresses; empty: the answer is complete
     degraded: bool = False  # of the last step, as in StepAssigned
@@ -92,6 +93,9 @@ def breakdown(
         outcome=effect.outcome.name,
         status=status,
         instances=[step.target.instance_id for step in attempt.steps],
+        fetched_from=next(
+            (step.kv_source.instance_id for step in attempt.steps if step.fetches and step.kv_source), ""
+        ),
         fallback=attempt.fallback,
         error=effect.error,
         degraded=last is not None and last.degraded,

@@ -51,7 +51,9 @@ class RequestTimeouts:
     placement_s: float = 60.0  # from a request for a step, or the end of a parked request's bound, to the step
     prefill_s: float = 120.0  # duration of a PREFILL; then the request is colocated
     first_byte_s: float = 600.0  # from sending a SERVE to its first byte; if it is not streamed, to its end
-    transfer_s: float = 30.0  # duration of a pull, or from a SERVE with KV of another instance to its first byte
+    transfer_s: float = (
+        30.0  # duration of a pull or fetch, or from a SERVE with KV of another instance to its first byte
+    )
     max_retries: int = 2  # attempts after a move (UpstreamFailed.moved) do not count
 
 
@@ -61,7 +63,8 @@ class StepAssigned:
     """The router, or the gateway without a router, assigned the next step.
 
     `kv_target`: the instance that answers from the KV of this PREFILL, if it is another one. `kv_source`: the instance that has
-    the KV for this SERVE. `runner_up`: id of the instance with the best score besides the target; empty if it is not known.
+    the KV for this SERVE, or that has the tokens of this PREFILL cached, which are fetched from there and not computed.
+    `runner_up`: id of the instance with the best score besides the target; empty if it is not known.
     `doubted`: the target's last answer was an error, or it has not answered yet, and there are others: if it rejects the request,
     another one is asked.
     """
@@ -77,6 +80,18 @@ class StepAssigned:
     kv_source: Target | None = None
     runner_up: str = ""
     doubted: bool = False
+
+    @property
+    def fetches(self) -> bool:
+        """Whether the step gets its tokens from the prefix cache of another instance."""
+        return bool(self.prefill_tokens) and self.kv_source is not None
+
+    @property
+    def beside(self) -> Target | None:
+        """The instance to which a request is sent together with this PREFILL's own, since both push KV layer by layer; None: the
+        requests of a transfer are sent in turn."""
+        other = (self.kv_source or self.kv_target) if self.prefill_tokens else None
+        return other if other is not None and other.layerwise and self.target.layerwise else None
 
 
 @dataclass(frozen=True)
@@ -108,13 +123,14 @@ class RouterLost:
 
 @dataclass(frozen=True)
 class PrefillEnded:
-    """A PREFILL step ended; `error` is empty if it succeeded. `instance_failed`: its instance caused the failure. `refused`: the
-    instance answered 5xx, which the request itself may have caused. `broke`: the instance broke the connection."""
+    """A PREFILL step ended; `error` is empty if it succeeded. `instance_failed`: an instance caused the failure. `refused`: it
+    answered 5xx, which the request itself may have caused. `broke`: it broke the connection."""
 
     error: str = ""
     instance_failed: bool = False
     refused: bool = False
     broke: bool = False
+    instance_id: str = ""  # which instance did; empty: the step's own
 
 
 @dataclass(frozen=True)
@@ -229,7 +245,8 @@ class AskNextStep:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Send the prompt's first tokens to an instance, to compute their KV."""
+    """Send the prompt's first tokens to an instance, to compute their KV. If the step has a source, the instance fetches it from
+    there."""
 
     step: StepAssigned
 
@@ -273,7 +290,8 @@ class AbortUpstream:
 
 @dataclass(frozen=True)
 class ReportFirstToken:
-    """Report the first byte. `refused_by`: the instances that answered earlier attempts or steps of the request with an error."""
+    """Report the first byte. `refused_by`: the instances that answered earlier attempts or steps of the request with an error, or
+    failed as the source of a fetch."""
 
     attempt_id: str
     refused_by: tuple[str, ...] = ()

@@ -3,7 +3,8 @@
 A plan has PREFILL steps, each followed by the router's next step, and then one SERVE. A SERVE may use KV that another instance
 has prefilled. With `inline_kv_transfer` the client's request carries the KV transfer parameters; otherwise a separate request
 pulls the KV first. If both instances are layerwise, that request is sent together with the PREFILL (`early`). Its instance waits
-for the KV while it is computed, and a failure of either request ends both.
+for the KV while it is computed, and a failure of either request ends both. A PREFILL may also fetch its tokens from an instance
+that has them cached: two requests within one step, whose failure may be that of either instance.
 
 Every wait has a deadline. A PREFILL or a transfer that fails is reported to the router, and only a plain SERVE may follow in that
 attempt. A plain SERVE that fails before its first byte is retried at another instance, in a new attempt with its own id that
@@ -70,6 +71,10 @@ BROKE = 0
 BOTH_BREAK_S = 0.25
 # Maximum wait for the placement of an attempt that is to show whether a 4xx answer was right, s.
 COMPARE_S = 2.0
+# Maximum duration of a fetch: FETCH_S, for the first connection between two instances and what waits at the source, and the time
+# in which a slow instance computes as many tokens. A longer fetch gains nothing; it shows that the source does not answer, or has
+# evicted the tokens and computes them.
+FETCH_S, FETCH_TOKENS_PER_S = 5.0, 2_000.0
 
 
 class _How(TypedDict, total=False):
@@ -158,14 +163,7 @@ class RequestStateMachine:
             case RouterLost():
                 return self._router_lost(event, now)
             case PrefillEnded():
-                if self.phase is not Phase.PREFILLING:
-                    return []
-                if event.refused and self.step is not None:
-                    # Not counted in _refusals: a transfer can fail although the request is valid.
-                    self._refused_by.append(self.step.target.instance_id)
-                if event.broke and self.step is not None and (alike := self._alike(BROKE, self.step)):
-                    return self._request_at_fault(event.error, alike)
-                return self._step_ended(event.error, now, event.instance_failed)
+                return self._prefill_ended(event, now) if self.phase is Phase.PREFILLING else []
             case PullEnded():
                 return self._pull_ended(event, now)
             case ResponseStarted():
@@ -195,12 +193,15 @@ class RequestStateMachine:
             step = replace(step, prefill_tokens=0, kv_target=None, kv_source=None)
         if self._early_step is not None:
             return self._adopt_early_step(self._early_step, step, now)
+        if step.fetches:
+            limit_s = min(FETCH_S + step.prefill_tokens / FETCH_TOKENS_PER_S, self._timeouts.transfer_s)
+            return self._begin(Phase.PREFILLING, step, Prefill(step), limit_s, now)
         if step.prefill_tokens:
             effects = self._begin(Phase.PREFILLING, step, Prefill(step), self._timeouts.prefill_s, now)
-            if step.kv_target is not None and step.target.layerwise and step.kv_target.layerwise:
+            if step.beside is not None:
                 early = replace(
                     step,
-                    target=step.kv_target,
+                    target=step.beside,
                     index=step.index + 1,
                     prefill_tokens=0,
                     cached_tokens=0,
@@ -291,6 +292,22 @@ class RequestStateMachine:
         alone = StepAssigned(self.attempt_id, target, self.step.index + 1, cached_tokens=computed, degraded=True)
         return [*self._step_assigned(alone, now), ReportServedAlone(self.attempt_id)]
 
+    def _prefill_ended(self, ended: PrefillEnded, now: float) -> list[Effect]:
+        assert self.step is not None
+        own = self.step.target.instance_id
+        instance_id = ended.instance_id or own
+        at_source = instance_id != own
+        at_fault = ended.refused
+        if self.step.fetches:
+            # An instance may refuse what it is to fetch because of the source. Of a source that failed nothing else is reported.
+            at_fault = at_source and (ended.refused or ended.instance_failed)
+        if at_fault:
+            # Not counted in _refusals: a transfer can fail although the request is valid.
+            self._refused_by.append(instance_id)
+        if ended.broke and (alike := self._alike(BROKE, instance_id)):
+            return self._request_at_fault(ended.error, alike)
+        return self._step_ended(ended.error, now, ended.instance_failed and not at_source)
+
     def _step_ended(self, error: str, now: float, instance_failed: bool = False) -> list[Effect]:
         assert self.step is not None
         self.phase = Phase.AWAITING_NEXT_STEP
@@ -298,7 +315,8 @@ class RequestStateMachine:
         if error:
             if self._early_step is not None:
                 abort = [AbortUpstream()]
-                self._left += (self.step.target.instance_id, self._early_step.target.instance_id)
+            if self.step.beside is not None:
+                self._left += (self.step.target.instance_id, self.step.beside.instance_id)
             self._serve_only, self._early_step, self._early_failure = True, None, None
         self._deadline = now + self._timeouts.placement_s
         return [*abort, AskNextStep(self.attempt_id, self.step.index, error, instance_failed)]
@@ -331,7 +349,7 @@ class RequestStateMachine:
         assert self.step is not None
         if rejected.own:  # The instance has answered.
             return self._end(Outcome.REJECTED, "rejected")
-        alike = self._alike(rejected.status, self.step)
+        alike = self._alike(rejected.status, self.step.target.instance_id)
         if alike or not self.step.doubted or self.step.kv_source or self._retries >= self._timeouts.max_retries:
             return self._end(Outcome.REJECTED, "rejected", rejected.status, alike=alike)
         self._rejected_by.append(self.step.target.instance_id)
@@ -339,9 +357,9 @@ class RequestStateMachine:
         ended = self._end(Outcome.FAILED, f"status {rejected.status}", rejected.status, refused=True)
         return [*ended, *self._retry(now, compares=True)]
 
-    def _alike(self, status: int, step: StepAssigned) -> tuple[str, ...]:
-        """Return the other instances that failed with the same `status`, and add the step's to them. Mutates."""
-        known, instance_id = self._refusals.setdefault(status, []), step.target.instance_id
+    def _alike(self, status: int, instance_id: str) -> tuple[str, ...]:
+        """Return the other instances that failed with the same `status`, and add this one to them. Mutates."""
+        known = self._refusals.setdefault(status, [])
         alike = tuple(other for other in known if other != instance_id)
         if instance_id not in known:
             known.append(instance_id)
@@ -362,7 +380,7 @@ class RequestStateMachine:
         assigns the step."""
         if isinstance(failed, UpstreamFailed) and failed.broke:
             assert self._early_step is not None
-            if alike := self._alike(BROKE, self._early_step):
+            if alike := self._alike(BROKE, self._early_step.target.instance_id):
                 return self._request_at_fault(failed.error, alike)
             if self.phase is Phase.PREFILLING:
                 self._deadline = min(self._deadline, now + BOTH_BREAK_S)
@@ -376,9 +394,10 @@ class RequestStateMachine:
         if self.phase is Phase.PREFILLING and self._early_failure is not None:
             return self._step_ended(f"the other instance: {self._early_failure.error}", now)
         if self.phase in (Phase.PREFILLING, Phase.PULLING) or (self.phase is Phase.SERVING and transferring):
-            # A transfer that does not end may be the fault of either instance: only a PREFILL's instance is reported as failed.
+            # A transfer that does not end may be the fault of either instance: only one that computes is reported as failed.
+            computes = self.phase is Phase.PREFILLING and not transferring
             self._early_step = None
-            return [AbortUpstream(), *self._step_ended("deadline", now, self.phase is Phase.PREFILLING)]
+            return [AbortUpstream(), *self._step_ended("deadline", now, computes)]
         if self.phase is Phase.AWAITING_NEXT_STEP:
             return self._fall_back_to_serve(now)
         if self.phase is Phase.SERVING:
@@ -397,7 +416,7 @@ class RequestStateMachine:
             if failed.broke:
                 if failed.progressed:
                     self._refusals.pop(BROKE, None)  # What broke the earlier one is past.
-                if alike := self._alike(BROKE, self.step):
+                if alike := self._alike(BROKE, self.step.target.instance_id):
                     return self._request_at_fault(failed.error, alike)
             if failed.continuable and (failed.moved or self._retries < self._timeouts.max_retries):
                 return self._continue_elsewhere(failed, now)
@@ -408,13 +427,13 @@ class RequestStateMachine:
         instance_id = self.step.target.instance_id
         # One that was left and is not there any more may have died of the request, as the one whose step failed.
         died = failed.broke or (failed.unreached and instance_id in self._left)
-        if died and (alike := self._alike(BROKE, self.step)):
+        if died and (alike := self._alike(BROKE, instance_id)):
             return self._request_at_fault(failed.error, alike)
         if self.step.kv_source is not None and failed.status:
             # The instance answers, so it can serve. That it fails with KV of another instance may be the fault of that instance.
             return [AbortUpstream(), *self._step_ended(failed.error, now)]
         if failed.refused:
-            if alike := self._alike(failed.status, self.step):
+            if alike := self._alike(failed.status, instance_id):
                 return self._request_at_fault(failed.error, alike, failed.status)
             self._refused_by.append(instance_id)
         if not failed.moved:

@@ -4,6 +4,9 @@ Both engines must see the same prompt, or D would read KV of other tokens. So P 
 affect only the answer. D's request carries the KV transfer parameters only if no field was removed that a chat template might
 show. Otherwise, and for answers whose first byte does not show that the transfer succeeded, a request like P's pulls the KV into
 D's prefix cache. The client's own request then uses what is really its prefix.
+
+To fetch a prefix that P has cached, both get its token ids alone. A truncated prompt at P beside the whole one at D must not be
+sent: both connectors count blocks from the end of the prompt, so that D would read KV of other tokens.
 """
 
 from __future__ import annotations
@@ -62,13 +65,23 @@ _MAYBE_IN_PROMPT = (
 
 class TransferError(Exception):
     """A KV transfer failed. The text contains no address. `instance_failed`: the failure of an instance is the cause. `refused`:
-    the instance answered 5xx. `broke`: the instance broke the connection."""
+    the instance answered 5xx. `broke`: the instance broke the connection. `instance_id`: the instance whose request failed; empty
+    if none did."""
 
-    def __init__(self, text: str, *, instance_failed: bool = False, refused: bool = False, broke: bool = False) -> None:
+    def __init__(
+        self,
+        text: str,
+        *,
+        instance_failed: bool = False,
+        refused: bool = False,
+        broke: bool = False,
+        instance_id: str = "",
+    ) -> None:
         super().__init__(text)
         self.instance_failed = instance_failed
         self.refused = refused
         self.broke = broke
+        self.instance_id = instance_id
 
 
 @dataclass(frozen=True)
@@ -120,11 +133,21 @@ def prefill_request(call: ApiCall, params: Mapping[str, Any]) -> tuple[str, byte
     return endpoint.value, msgspec.json.encode(body | {"kv_transfer_params": dict(params)})
 
 
-def slice_request(call: ApiCall, ids: Sequence[int]) -> tuple[str, bytes]:
-    """Return path and body of a request that computes a prompt's first tokens into an instance's own prefix cache."""
-    body = {"model": call.model, "prompt": list(ids), "max_tokens": 1, "stream": False, "temperature": 0}
+def prefix_request(call: ApiCall, ids: Sequence[int], params: Mapping[str, Any] | None = None) -> tuple[str, bytes]:
+    """Return path and body of a request that puts a prompt's first tokens into an instance's own prefix cache; with the transfer
+    parameters `params`, one of the two requests that pass them on from another instance's."""
+    body: dict[str, Any] = {
+        "model": call.model,
+        "prompt": list(ids),
+        "max_tokens": 1,
+        "stream": False,
+        "temperature": 0,
+        "ignore_eos": True,  # as in prefill_request
+    }
     if call.cache_salt:
         body["cache_salt"] = call.cache_salt
+    if params is not None:
+        body["kv_transfer_params"] = dict(params)
     return Endpoint.COMPLETION.value, msgspec.json.encode(body)
 
 

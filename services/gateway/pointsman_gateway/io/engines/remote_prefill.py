@@ -1,4 +1,4 @@
-"""Remote prefills over HTTP: the request to P, the query of its bootstrap server, and the pull on D."""
+"""KV transfers over HTTP: the request to P, the query of its bootstrap server, and the pull on D."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -92,6 +92,10 @@ class KvReleases:
         self._count("failed")
 
 
+# Transfer parameters -> path and body of one of a transfer's two requests.
+_Request = Callable[[Mapping[str, Any]], tuple[str, bytes]]
+
+
 @dataclass(frozen=True)
 class _Agreed:
     """The parameters that both requests of a Mooncake transfer share, whichever is sent first."""
@@ -103,11 +107,12 @@ class _Agreed:
 
 
 class RemotePrefill:
-    """The KV transfers of one request. `pull` and `payload` send D the transfer parameters that `prefill` has returned or agreed.
+    """The KV transfers of one request, one after the other. `pull` and `payload` send D the transfer parameters that `prefill`
+    has returned or agreed; `fetch` does both, for a prefix that P has cached.
 
-    P keeps the computed KV until D has fetched it. Once D has the request, D itself ensures that P's KV is freed, however the
-    request ends. `attempt_ended` therefore releases KV only if D certainly did not receive the request. If P no longer has the
-    transfer, Mooncake waits for it at a release and keeps one of its senders busy.
+    P keeps the KV until D has fetched it. Once D has the request, D itself ensures that P's KV is freed, however the request
+    ends. `transfer_ended` therefore releases KV only if D certainly did not receive the request. If P no longer has the transfer,
+    Mooncake waits for it at a release and keeps one of its senders busy.
     """
 
     def __init__(
@@ -141,32 +146,40 @@ class RemotePrefill:
     async def prefill(self, step: StepAssigned) -> bytes:
         """Make the step's instance compute the prompt's KV and keep it for the step's `kv_target`; return its answer. Raises
         TransferError."""
-        source = step.target
-        assert step.kv_target is not None, "a prefill for another instance"
-        self.attempt_ended()
-        self._source, self._planned = source, (step.kv_target,)
-        if source.kv_protocol not in (kv.MOONCAKE, kv.NIXL) or source.kv_protocol != step.kv_target.kv_protocol:
-            raise kv.TransferError("the instances have no common KV transfer protocol")
         self._check_allowed()
-        if source.kv_protocol == kv.NIXL:
-            answer = await self._post(step, nixl_send())
-            self._transfer = kv.nixl_fetch(answer)
-            return answer
-        agreed = await self._agree(source, step.attempt_id)
-        answer = await self._post(step, mooncake_send(agreed.transfer_id))
-        kv.check_prefilled(answer)
-        self._transfer = _fetch(agreed)
-        return answer
+        return await self._send(step, self._whole)
 
     async def pull(self, step: StepAssigned, *, early: bool) -> None:
         """Make the step's instance fetch the KV; `early`: while P still computes it. Raises TransferError."""
-        transfer = await self._wanted(step, early)
-        with self.fetching(step):
-            await self._post(step, transfer.params)
+        self._check_allowed()
+        await self._receive(step, self._whole, early)
 
     async def payload(self, step: StepAssigned, payload: bytes, *, early: bool) -> bytes:
         """Return the client's request, with transfer parameters if the step has a KV source. Raises TransferError."""
-        return payload if step.kv_source is None else kv.with_params(payload, await self._wanted(step, early))
+        if step.kv_source is None:
+            return payload
+        self._check_allowed()
+        return kv.with_params(payload, await self._wanted(step, early))
+
+    async def fetch(self, step: StepAssigned, prefix: Sequence[int]) -> tuple[bytes, bytes]:
+        """Make the step's instance fetch the KV of the prompt's first tokens, whose ids are `prefix`, from the step's source,
+        which has them cached; return the answers of source and instance.
+
+        What obstructs a transfer of the whole prompt does not matter: neither instance renders it, and the KV is cached under the
+        tokens that both are sent. Raises TransferError.
+        """
+        assert step.kv_source is not None, "a prefix of another instance"
+        send = replace(step, target=step.kv_source, kv_source=None, kv_target=step.target)
+        request = partial(kv.prefix_request, self._call, prefix)
+        if step.beside is None:
+            return await self._send(send, request), await self._receive(step, request, early=False)
+        try:
+            async with asyncio.TaskGroup() as both:
+                sent = both.create_task(self._send(send, request))
+                received = both.create_task(self._receive(step, request, early=True))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None  # that of the request which failed first, and ended the other
+        return sent.result(), received.result()
 
     @contextmanager
     def fetching(self, step: StepAssigned) -> Iterator[None]:
@@ -191,10 +204,10 @@ class RemotePrefill:
         """Handle the failure of a transfer's step: drop P's engine id, which may be of an earlier start, and release P's KV."""
         if self._source is not None:
             self._engine_ids.forget(self._source)
-        self.attempt_ended()
+        self.transfer_ended()
 
-    def attempt_ended(self) -> None:
-        """End the attempt's transfer; release P's KV if no instance may have the request that fetches it."""
+    def transfer_ended(self) -> None:
+        """End the present transfer; release P's KV if no instance may have the request that fetches it."""
         transfer, source = self._transfer, self._source
         if transfer is not None and source is not None and self._fetcher is None:
             # P itself is the most likely to be reachable, but with NIXL it cannot be its own peer.
@@ -206,7 +219,35 @@ class RemotePrefill:
                 if target.can_consume_kv and target.kv_protocol == source.kv_protocol
             }
             self._releases.begin(transfer, list(able.values())[:RELEASE_TRIES])
-        self._transfer = self._source = self._fetcher = None
+        self._transfer = self._source = self._fetcher = self._agreed = None
+
+    async def _send(self, step: StepAssigned, request: _Request) -> bytes:
+        """Make the step's instance keep the KV of the request's prompt for the step's `kv_target`; return its answer. Raises
+        TransferError."""
+        source = step.target
+        assert step.kv_target is not None, "KV for another instance"
+        self.transfer_ended()
+        self._source, self._planned = source, (step.kv_target,)
+        if source.kv_protocol not in (kv.MOONCAKE, kv.NIXL) or source.kv_protocol != step.kv_target.kv_protocol:
+            raise kv.TransferError("the instances have no common KV transfer protocol")
+        if source.kv_protocol == kv.NIXL:
+            answer = await self._post(step, request, nixl_send())
+            self._transfer = kv.nixl_fetch(answer)
+            return answer
+        agreed = await self._agree(source, step.attempt_id)
+        answer = await self._post(step, request, mooncake_send(agreed.transfer_id))
+        kv.check_prefilled(answer)
+        self._transfer = _fetch(agreed)
+        return answer
+
+    async def _receive(self, step: StepAssigned, request: _Request, early: bool) -> bytes:
+        """Make the step's instance fetch the KV of the request's prompt; return its answer. Raises TransferError."""
+        transfer = await self._wanted(step, early)
+        with self.fetching(step):
+            return await self._post(step, request, transfer.params)
+
+    def _whole(self, params: Mapping[str, Any]) -> tuple[str, bytes]:
+        return kv.prefill_request(self._call, params)
 
     async def _agree(self, source: Target, attempt_id: str) -> _Agreed:
         """Return the parameters that the two requests of one transfer share, whichever calls first. Raises TransferError."""
@@ -221,7 +262,6 @@ class RemotePrefill:
             raise kv.TransferError(self._obstacle)
 
     async def _wanted(self, step: StepAssigned, early: bool) -> kv.KvTransferParams:
-        self._check_allowed()
         if early and step.kv_source is not None:
             return _fetch(await self._agree(step.kv_source, step.attempt_id))
         of_another = step.kv_source is None or self._source is None or step.kv_source.url != self._source.url
@@ -229,17 +269,21 @@ class RemotePrefill:
             raise kv.TransferError("the KV source has prefilled nothing for this attempt")
         return self._transfer
 
-    async def _post(self, step: StepAssigned, params: Mapping[str, Any]) -> bytes:
-        made = partial(kv.prefill_request, self._call, params)
-        path, body = made() if self._call.light else await asyncio.to_thread(made)
+    async def _post(self, step: StepAssigned, request: _Request, params: Mapping[str, Any]) -> bytes:
+        path, body = request(params) if self._call.light else await asyncio.to_thread(request, params)
         headers = self._headers_of(step)
         # The id differs from the client's request, so that the engines' logs show two requests.
         headers = {**headers, "X-Request-ID": f"{headers.get('X-Request-ID', '')}-kv"}
         try:
             return await self._upstream.post_for_body(step.target, path, body, headers)
         except UpstreamError as error:
-            failed, refused, broke = error.instance_failed, error.refused, error.broke
-            raise kv.TransferError(error.text, instance_failed=failed, refused=refused, broke=broke) from error
+            raise kv.TransferError(
+                error.text,
+                instance_failed=error.instance_failed,
+                refused=error.refused,
+                broke=error.broke,
+                instance_id=step.target.instance_id,
+            ) from error
 
 
 def _fetch(agreed: _Agreed) -> kv.KvTransferParams:

@@ -1,4 +1,4 @@
-"""Executes the steps of one request on instances: prefills, pulls of KV, and the answer itself."""
+"""Executes the steps of one request on instances: prefills, fetches and pulls of KV, and the answer itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from pointsman_gateway.core.request.text_continuation import TextContinuation, c
 from pointsman_gateway.core.request.transfer_params import (
     TransferError,
     earlier_slices_evicted,
-    slice_request,
+    prefix_request,
     with_session_end,
 )
 from pointsman_gateway.core.stored_responses import says_not_stored
@@ -94,7 +94,7 @@ class EngineSteps:
             context.headers_of,
             lambda: [target_of(instance) for instance in context.state.pool.instances],
         )
-        self._last_slice: tuple[str, int] | None = None  # instance id and end of the last slice, in tokens
+        self._last_prefix: tuple[str, int] | None = None  # instance id and end of the last slice or fetch, in tokens
         self._own_prefills = OwnPrefills()
         self._upstream: UpstreamResponse | None = None
         # A proxy sends a request once, so its answer cannot go on elsewhere.
@@ -164,8 +164,8 @@ class EngineSteps:
 
     def attempt_ended(self) -> None:
         """Handle the end of an attempt: no further step of it follows."""
-        self._remote_prefill.attempt_ended()
-        self._last_slice = None
+        self._remote_prefill.transfer_ended()
+        self._last_prefix = None
         self._moved = False
 
     def move(self, step: StepAssigned) -> None:
@@ -203,13 +203,18 @@ class EngineSteps:
             self._upstream = None
 
     async def prefill(self, step: StepAssigned) -> Event:
-        """Execute a PREFILL step, whose KV is for the step's own instance or for another one."""
+        """Execute a PREFILL step: its instance computes KV for itself or for another one, or fetches it."""
         try:
-            await (self._slice(step) if step.kv_target is None else self._prefill_for(step.kv_target, step))
+            if step.kv_source is not None:
+                await self._fetch(step, step.kv_source)
+            elif step.kv_target is not None:
+                await self._prefill_for(step.kv_target, step)
+            else:
+                await self._slice(step)
         except TransferError as error:
-            return PrefillEnded(str(error), error.instance_failed, error.refused, broke=error.broke)
+            return PrefillEnded(str(error), error.instance_failed, error.refused, error.broke, error.instance_id)
         except UpstreamError as error:
-            return PrefillEnded(error.text, error.instance_failed, error.refused, broke=error.broke)
+            return PrefillEnded(error.text, error.instance_failed, error.refused, error.broke)
         return PrefillEnded()
 
     async def _prefill_for(self, other: Target, step: StepAssigned) -> None:
@@ -220,9 +225,7 @@ class EngineSteps:
     async def _slice(self, step: StepAssigned) -> None:
         """Prefill the prompt's first tokens into the instance's own cache. Raises TransferError and UpstreamError."""
         context = self._context
-        if context.ids is None or step.prefill_tokens > len(context.ids):
-            raise TransferError("tokens unknown")
-        path, body = slice_request(context.call, context.ids[: step.prefill_tokens].tolist())
+        path, body = prefix_request(context.call, self._beginning(step.prefill_tokens))
         instance_id, own = step.target.instance_id, self._own_prefills
         computed = own.end(instance_id)
         try:
@@ -234,9 +237,42 @@ class EngineSteps:
         if not has_json_form(answer):
             raise UpstreamError("an answer that is no JSON", 200)
         own.ended(instance_id, step.prefill_tokens, computed, _cached(answer))
-        before, self._last_slice = self._last_slice, (instance_id, step.prefill_tokens)
+        before, self._last_prefix = self._last_prefix, (instance_id, step.prefill_tokens)
         if before is not None and before[0] == instance_id and earlier_slices_evicted(answer, before[1]):
             raise TransferError("an earlier slice is not cached any more")
+
+    async def _fetch(self, step: StepAssigned, source: Target) -> None:
+        """Fetch the prompt's first tokens from `source`, which has them cached, into the cache of the step's instance. Raises
+        TransferError."""
+        wanted, instance_id, own = step.prefill_tokens, step.target.instance_id, self._own_prefills
+        # An engine computes at least one token of a prompt. With one more than it has cached, it computes no block anew.
+        prefix = self._beginning(wanted + 1)
+        before = own.end(instance_id)
+        outcome = "given_up"
+        try:
+            # The instance computes the tokens if they do not arrive, also if its answer is not waited for.
+            own.begun(instance_id, wanted, step.cached_tokens)
+            sent, received = (min(_cached(answer), wanted) for answer in await self._remote_prefill.fetch(step, prefix))
+            # What the source has computed for this request is no cache hit anywhere.
+            own.ended(source.instance_id, wanted, own.end(source.instance_id), sent)
+            own.ended(instance_id, wanted, before, min(sent, received))
+            # Engines that do not report cached tokens look like engines without any.
+            if received < wanted and (sent or received):
+                raise TransferError("the prefix did not arrive")
+            outcome = "computed" if sent < received else "cached"
+            self._last_prefix = instance_id, wanted
+        except TransferError:
+            outcome = "failed"
+            raise
+        finally:
+            self._shared.telemetry.kv_fetches.labels(outcome).inc()
+
+    def _beginning(self, tokens: int) -> list[int]:
+        """Return the ids of the prompt's first `tokens` tokens. Raises TransferError if they are not known."""
+        ids = self._context.ids
+        if ids is None or tokens > len(ids):
+            raise TransferError("tokens unknown")
+        return ids[:tokens].tolist()
 
     async def pull(self, step: StepAssigned, *, early: bool) -> Event:
         """Pull KV from the step's source into its instance. `early`: while the source still computes."""

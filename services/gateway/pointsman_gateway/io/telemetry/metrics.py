@@ -90,6 +90,13 @@ class GatewayMetrics:
         self.kv_releases = Counter(
             f"{name}kv_releases", "KV releases for transfers that did not happen", ["outcome"], registry=of
         )
+        self.kv_fetches = Counter(
+            f"{name}kv_fetches",
+            "Fetches of prefixes from other instances' caches: cached there, computed there since they were evicted, failed, "
+            "given_up at the time limit or because the client left",
+            ["outcome"],
+            registry=of,
+        )
         self.session_ends = Counter(
             f"{name}session_ends", "Sessions that clients have ended, by a DELETE or a header", ["by"], registry=of
         )
@@ -102,6 +109,8 @@ class GatewayMetrics:
         )
         for outcome in ("released", "failed"):
             self.kv_releases.labels(outcome)  # starts at 0, so that increase() counts the first one
+        for outcome in ("cached", "computed", "failed", "given_up"):
+            self.kv_fetches.labels(outcome)
         self._count_mismatch = MetricChildren(
             Counter(
                 f"{name}prompt_tokens_mismatch",
