@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -97,8 +97,9 @@ def test_what_a_source_has_evicted_it_computes_and_that_is_no_hit() -> None:
         ask("c", 1, 50.0, range(100, 115), 970),
         ask("b", 1, 100.0, range(10), 660),
     ]
+    fast = replace(PLAIN, step_s=0.1, prefill_token_s=0.001)
     asked = SimulationConfig(
-        instances=2, policy=Always(), profile=PLAIN, engine=EngineConfig(kv_blocks=64, max_model_len=1_024)
+        instances=2, policy=Always(), profile=fast, engine=EngineConfig(kv_blocks=64, max_model_len=1_024)
     )
     record = simulated(requests, asked)[1]["b"]
     assert record.ok

@@ -88,6 +88,13 @@ def test_nothing_is_fetched_that_cannot_or_need_not_be(source: dict[str, Any], p
     assert not any(step.kv_source for step in result.steps)
 
 
+def test_no_fetch_is_begun_that_the_gateway_may_give_up() -> None:
+    # 9,600 tokens may take 5 s + 4.8 s; a fetch that is predicted to take half of that is not begun.
+    for waits_s, reason in ((3.5, "fetch"), (4.0, "at_once")):
+        busy = instance("a", cached=9_600, decodes=20_000, waits_s=waits_s)
+        assert decided(busy, instance("b")).reason == reason, waits_s
+
+
 def test_few_tokens_are_computed_and_not_fetched() -> None:
     a, b = instance("a", cached=9_600, decodes=2_000), instance("b", cached=9_200)
     assert decided(a, b).reason == "at_once"

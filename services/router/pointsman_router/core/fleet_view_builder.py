@@ -153,8 +153,8 @@ class FleetViewBuilder:
             ]
         if self._fetches:
             candidates = [
-                replace(candidate, transfers=found)
-                if (found := self._fetches.transfers(candidate.instance_id, keys, now)) is not None
+                replace(candidate, transfers=moved)
+                if (moved := self._fetches.transfers(candidate.instance_id, keys, now)) is not None
                 else candidate
                 for candidate in candidates
             ]

@@ -24,6 +24,7 @@ from dataclasses import replace
 from math import inf
 from typing import TypedDict, Unpack
 
+from pointsman_common.core.kv_transfer_params import fetch_limit_s
 from pointsman_gateway.core.request.request_events import (
     BREAKS_INSTANCES,
     INTERNAL,
@@ -71,10 +72,6 @@ BROKE = 0
 BOTH_BREAK_S = 0.25
 # Maximum wait for the placement of an attempt that is to show whether a 4xx answer was right, s.
 COMPARE_S = 2.0
-# Maximum duration of a fetch: FETCH_S, for the first connection between two instances and what waits at the source, and the time
-# in which a slow instance computes as many tokens. A longer fetch gains nothing; it shows that the source does not answer, or has
-# evicted the tokens and computes them.
-FETCH_S, FETCH_TOKENS_PER_S = 5.0, 2_000.0
 
 
 class _How(TypedDict, total=False):
@@ -194,7 +191,7 @@ class RequestStateMachine:
         if self._early_step is not None:
             return self._adopt_early_step(self._early_step, step, now)
         if step.fetches:
-            limit_s = min(FETCH_S + step.prefill_tokens / FETCH_TOKENS_PER_S, self._timeouts.transfer_s)
+            limit_s = min(fetch_limit_s(step.prefill_tokens), self._timeouts.transfer_s)
             return self._begin(Phase.PREFILLING, step, Prefill(step), limit_s, now)
         if step.prefill_tokens:
             effects = self._begin(Phase.PREFILLING, step, Prefill(step), self._timeouts.prefill_s, now)

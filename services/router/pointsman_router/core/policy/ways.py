@@ -8,12 +8,15 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 
+from pointsman_common.core.kv_transfer_params import fetch_limit_s
 from pointsman_router.core.placement_types import NO_TRANSFERS, Candidate, FleetView, PlacementRequest
 from pointsman_router.core.policy.prefills_ahead import prefills_ahead
 from pointsman_router.core.prefill_curve import DEFAULT_CURVE, PrefillCurve
 
 # Number of instances with most of the prompt that are considered as sources of a fetch.
 SOURCES = 3
+# Maximum predicted time of a fetch, as a share of the time after which the gateway gives it up.
+SURE_SHARE = 0.5
 
 
 class Way(NamedTuple):
@@ -40,7 +43,8 @@ def ways(request: PlacementRequest, view: FleetView, candidates: Sequence[Candid
 
     A fetch takes, in s: the prefills that a prompt of one new token waits for, at the source and at the candidate, the loads from
     the source's lower tiers, and the pool's price of what it sends to others and of the tokens that the candidate lacks. It is a
-    way if it sends `least_tokens` or more. KV that is on its way for another request counts from its arrival.
+    way if it sends `least_tokens` or more, and is surely not given up. KV that is on its way for another request counts from its
+    arrival.
     """
     curves = view.curves
     found = []
@@ -97,7 +101,7 @@ def _with_fetch(
         transfers = source.candidate.transfers
         sending = NO_TRANSFERS if transfers is UNSET else transfers
         fetch_s = source.waits_s + waits_s + price.seconds(prefix - candidate.device_tokens + sending.sending_tokens)
-        if fetch_s >= way.seconds:
+        if fetch_s >= min(way.seconds, SURE_SHARE * fetch_limit_s(prefix)):
             continue
         computes_s = curve.cost_s(length - prefix, prefix)
         if fetch_s + computes_s < way.seconds and source.candidate.can_give_kv_to(candidate):
