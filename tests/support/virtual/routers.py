@@ -21,7 +21,13 @@ from tests.support.virtual.network import Method, Node
 LEASE_S = 1.0
 # Policy settings with which a fleet of this size slices, holds, fetches and offloads.
 SETTINGS: dict[str, dict[str, float | bool | str]] = {
-    "foresight": {"slice_factor": 0.5, "slice_min_tokens": 64.0, "light_factor": 0.5, "fetch_min_tokens": 32.0, "interference": 5.0},
+    "foresight": {
+        "slice_factor": 0.5,
+        "slice_min_tokens": 64.0,
+        "light_factor": 0.5,
+        "fetch_min_tokens": 32.0,
+        "interference": 5.0,
+    },
     "elastic": {"heavy_new_tokens": 32.0, "throughput": 500.0},
 }
 

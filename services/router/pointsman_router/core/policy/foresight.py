@@ -19,7 +19,7 @@ from pointsman_router.core.placement_types import (
 )
 from pointsman_router.core.policy.base import Policy, fetch_of, hold, rotated, serve, setting, slice_of
 from pointsman_router.core.policy.prefills_ahead import prefills_ahead
-from pointsman_router.core.policy.ways import Way, ways
+from pointsman_router.core.policy.ways import Ways
 from pointsman_router.core.prefill_curve import DEFAULT_CURVE, PrefillCurve
 
 AT_ONCE, SLICE, LAST_PART, HELD = "at_once", "slice", "last_part", "held"
@@ -121,31 +121,36 @@ class Foresight(Policy):
         eligible = rotated(view.eligible(), view.decision_number)
         curves, now = view.curves, view.now
         unit = _mean_cost_s(view)
-        own = ways(request, view, eligible, self.fetch_min_tokens)
-        least = min([way.seconds for way in own])
+        ways = Ways(request, view, eligible, self.fetch_min_tokens)
+        own = ways.seconds
+        least = min(own)
         unseen = view.unseen
         without_prefill = sum([not candidate.prefill_backlog.requests for candidate in eligible])
         idle = (without_prefill + unseen.instances - unseen.prefilling) / (len(eligible) + unseen.instances)
         scores: dict[str, float] = {}
-        best, best_score, best_way, second = eligible[0], math.inf, own[0], math.inf
+        best_at, best_score, second = 0, math.inf, math.inf
         # In ascending order of own cost. Once this alone exceeds the second least score, no later instance can be best or second.
-        for at in sorted(range(len(own)), key=[way.seconds for way in own].__getitem__):
-            candidate, way = eligible[at], own[at]
-            score = way.seconds + self.lost_cache_weight * (way.seconds - least)
+        for at in sorted(range(len(own)), key=own.__getitem__):
+            candidate, cost = eligible[at], own[at]
+            score = cost + self.lost_cache_weight * (cost - least)
             if score > second:
                 break
+            computes_s, new = cost, candidate.new_tokens
+            if at in ways.fetches:
+                computes_s, new = ways[at].computes_s, ways[at].new_tokens
             if candidate.num_requests:
                 curve = curves.get(candidate.prefill_backlog.hardware, DEFAULT_CURVE)
-                score += self._load(request, candidate, way, curve, now, idle)
+                score += self._load(request, candidate, computes_s, new, curve, now, idle)
                 if 0 < candidate.kv_capacity_tokens < _open_tokens(request, candidate):
                     score += self.overflow_factor * unit
             if candidate.held_for is not UNSET:
-                score += candidate.held_for * min(way.computes_s, unit)
+                score += candidate.held_for * min(computes_s, unit)
             scores[candidate.instance_id] = score
             if score < best_score:
-                best, best_score, best_way, second = candidate, score, way, best_score
+                best_at, best_score, second = at, score, best_score
             elif score < second:
                 second = score
+        best, best_way = eligible[best_at], ways[best_at]
         curve = curves.get(best.prefill_backlog.hardware, DEFAULT_CURVE)
         backlog, wait = prefills_ahead(best.prefill_backlog, curve, best_way.new_tokens, now)
         figures = {"mean_cost_s": unit, "wait_s": wait, "prefill_s": best_way.seconds}
@@ -178,14 +183,21 @@ class Foresight(Policy):
         return replace(self, light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT)
 
     def _load(
-        self, request: PlacementRequest, candidate: Candidate, way: Way, curve: PrefillCurve, now: float, idle: float
+        self,
+        request: PlacementRequest,
+        candidate: Candidate,
+        computes_s: float,
+        new_tokens: int,
+        curve: PrefillCurve,
+        now: float,
+        idle: float,
     ) -> float:
-        """Return what an instance's other requests add to its score, s."""
+        """Return what an instance's other requests add to its score, s. It computes `new_tokens` in `computes_s`."""
         work = candidate.prefill_backlog
         interference = self.interference + self.busy_interference * (1.0 - idle)
-        added = interference * way.computes_s * max(candidate.num_requests - work.requests, 0)
+        added = interference * computes_s * max(candidate.num_requests - work.requests, 0)
         if work.queue:
-            added += prefills_ahead(work, curve, way.new_tokens, now)[1]
+            added += prefills_ahead(work, curve, new_tokens, now)[1]
         if work.remainders and idle:
             remainders = [
                 curve.cost_s(left, there) for who, left, there in work.remainders if who != request.request_id

@@ -38,27 +38,44 @@ class _Source(NamedTuple):
     waits_s: float  # before it sends
 
 
-def ways(request: PlacementRequest, view: FleetView, candidates: Sequence[Candidate], least_tokens: float) -> list[Way]:
-    """Return the way of each candidate.
+class Ways:
+    """The way of each of some candidates. `seconds`: of all, in their order. `fetches`: those that are not mere computing, by
+    place in that order.
 
     A fetch takes, in s: the prefills that a prompt of one new token waits for, at the source and at the candidate, the loads from
     the source's lower tiers, and the pool's price of what it sends to others and of the tokens that the candidate lacks. It is a
     way if it sends `least_tokens` or more, and is surely not given up. KV that is on its way for another request counts from its
     arrival.
     """
-    curves = view.curves
-    found = []
-    sources = _sources(request, view) if view.fetch_price is not UNSET else ()
-    for candidate in candidates:
-        curve = curves.get(candidate.prefill_backlog.hardware, DEFAULT_CURVE)
-        computes_s = candidate.prefill_s(curve)
-        way = Way(computes_s, computes_s, candidate.new_tokens)
-        if sources:
-            way = _with_fetch(way, request, view, candidate, curve, sources, least_tokens)
-        if candidate.transfers is not UNSET:
-            way = _with_arrival(way, request, candidate, curve)
-        found.append(way)
-    return found
+
+    def __init__(
+        self, request: PlacementRequest, view: FleetView, candidates: Sequence[Candidate], least_tokens: float
+    ) -> None:
+        curves = view.curves
+        self._candidates = candidates
+        self.seconds = [
+            candidate.prefill_s(curves.get(candidate.prefill_backlog.hardware, DEFAULT_CURVE))
+            for candidate in candidates
+        ]
+        self.fetches: dict[int, Way] = {}
+        sources = _sources(request, view) if view.fetch_price is not UNSET else ()
+        # An instance with more cached than this has nothing to fetch.
+        most = max([source.tokens for source in sources], default=0) - least_tokens
+        for at, candidate in enumerate(candidates):
+            if candidate.cached_tokens > most and candidate.transfers is UNSET:
+                continue
+            curve = curves.get(candidate.prefill_backlog.hardware, DEFAULT_CURVE)
+            way = self[at]
+            if candidate.cached_tokens <= most:
+                way = _with_fetch(way, request, view, candidate, curve, sources, least_tokens)
+            if candidate.transfers is not UNSET:
+                way = _with_arrival(way, request, candidate, curve)
+            if way.prefix_tokens:
+                self.fetches[at], self.seconds[at] = way, way.seconds
+
+    def __getitem__(self, at: int) -> Way:
+        seconds = self.seconds[at]
+        return self.fetches.get(at) or Way(seconds, seconds, self._candidates[at].new_tokens)
 
 
 def _sources(request: PlacementRequest, view: FleetView) -> Sequence[_Source]:
