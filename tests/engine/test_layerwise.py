@@ -21,6 +21,7 @@ from pointsman_cli.doctor_findings import EngineAccess, Finding
 from tests.support.engines.chat_client import complete, fresh_words
 from tests.support.engines.direct_offloads import OUTPUT, Offload, Refused, alone, post, session
 from tests.support.engines.fault_switches import FAULTY, WITHIN_S, assert_nothing_left, faulty, reported, stepped
+from tests.support.engines.fetching import assert_fetched, fetching
 from tests.support.engines.offloading import assert_offloaded, assert_tie, in_step, offloading, stopped
 from tests.support.engines.servers import KV_EXPIRES_S, SERVED_NAME, Engine, EngineSpec, running_engines
 from tests.support.processes.control_plane import ControlPlane
@@ -379,6 +380,17 @@ def test_the_agent_knows_the_load_after_each_step(running_plane: ControlPlane, t
 
 def changes(before: list[float], after: list[float]) -> list[float]:
     return [now - was for was, now in zip(before, after, strict=True)]
+
+
+async def test_a_prefix_is_fetched_from_its_owner(trio: list[Engine]) -> None:
+    """What the owner has evicted it computes, in several chunks."""
+    p, d, _ = trio
+    before = reported(p)["fallbacks"]
+    async with fetching(p, d, layerwise=True) as fetch:
+        await assert_fetched(fetch)
+        await assert_fetched(fetch, hits=0)
+    assert reported(p)["fallbacks"] == before
+    nothing_left(p, d)
 
 
 # ---- one side is paused, or dies ----

@@ -5,6 +5,7 @@ Two control planes are before the same two engines: one sends the requests in tu
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -20,10 +21,12 @@ import pytest
 from pointsman.router.v1 import fleet_pb2
 from tests.support.engines.announcement_proxy import announcing
 from tests.support.engines.chat_client import chat, complete, fresh_words, open_chat, user
+from tests.support.engines.fetching import PREFIX, assert_fetched, assert_right, fetching, forks, own_answer
 from tests.support.engines.offloading import (
     WITHIN_S,
     assert_offloaded,
     assert_same,
+    assert_tie,
     decided,
     external_tokens,
     in_step,
@@ -39,7 +42,7 @@ from tests.support.engines.servers import KV_EXPIRES_S, MOONCAKE, SERVED_NAME, E
 from tests.support.http_request import ask
 from tests.support.instances import counters
 from tests.support.processes.control_plane import ControlPlane, client_of
-from tests.support.waiting import until
+from tests.support.waiting import eventually, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -143,6 +146,50 @@ def test_six_transfers_at_once_in_both_directions(
         texts = list(threads.map(lambda prompt: complete(client, prompt, max_tokens=12).text, prompts))
     for prompt, text in zip(prompts, texts, strict=True):
         assert_same(pair[0], prompt, text, 12)
+
+
+# ---- fetches ----
+
+
+@pytest.mark.parametrize("layerwise", [False, True], ids=["in turn", "at once"])
+async def test_a_prefix_is_fetched_from_its_owner_that_has_it_cached_or_has_evicted_it(
+    pair: list[Engine], layerwise: bool
+) -> None:
+    p, d = pair
+    before = external_tokens([d])
+    async with fetching(p, d, layerwise=layerwise) as fetch:
+        await assert_fetched(fetch)
+        await assert_fetched(fetch, hits=0)
+    # The one token that the source computes is transferred, too.
+    wait_for_external([d], before + 2 * (PREFIX + 1))
+
+
+async def test_twenty_forks_of_a_prompt_are_fetched_at_once(pair: list[Engine]) -> None:
+    p, d = pair
+    prompts = forks(20)
+    own_answer(p, prompts[0])
+    before = external_tokens([d])
+    async with fetching(p, d) as fetch:
+        answers = await fetch.answers(*prompts)
+        assert fetch.done() == ([""] * 20, {"cached": 20})
+    assert [cached for _, cached in answers] == [PREFIX] * 20
+    # The prefix is transferred once.
+    wait_for_external([d], before + PREFIX + 20)
+    for prompt, (text, _) in zip(prompts, answers, strict=True):
+        assert_right(p, prompt, text)
+
+
+async def test_an_owner_that_stands_still_is_not_waited_for(pair: list[Engine]) -> None:
+    p, d = pair
+    (prompt,) = forks(1)
+    expected = own_answer(p, prompt)
+    async with fetching(p, d, transfer_timeout_s=1.0) as fetch:
+        with stopped(p):
+            ((text, cached),) = await fetch.answers(prompt)
+        assert fetch.done() == (["deadline"], {"given_up": 1})
+    assert cached == 0
+    if text != expected:
+        assert_tie(p, prompt, expected, text)
 
 
 # ---- elastic ----
@@ -282,7 +329,7 @@ def test_p_dies_is_gone_and_comes_back_as_another(planes: dict[str, ControlPlane
         until(offloaded, within_s=WITHIN_S, what="offloaded to the engine that came back")
 
 
-# ---- the last test: D does not come back ----
+# ---- the last tests: D does not come back by itself ----
 
 
 def test_d_is_gone(planes: dict[str, ControlPlane], pair: list[Engine]) -> None:
@@ -309,3 +356,26 @@ def test_d_is_gone(planes: dict[str, ControlPlane], pair: list[Engine]) -> None:
 
     until(idle, within_s=WITHIN_S, what="counters at zero")
     assert plane.tracebacks() == before
+
+
+async def test_the_owner_of_a_fetched_prefix_dies_in_the_middle_and_is_gone(pair: list[Engine]) -> None:
+    d, p = pair
+    p.start()
+    p.wait_ready()
+    first, second = forks(2)
+    for prompt in (first, second):
+        own_answer(p, prompt)
+    async with fetching(p, d) as fetch:
+        await assert_fetched(fetch)
+        os.killpg(p.process.pid, signal.SIGSTOP)
+        asking = asyncio.ensure_future(fetch.answers(first))
+        await eventually(lambda: len(fetch.up.router.places) == 2)
+        p.process.kill()
+        answers = [*await asking, *await fetch.answers(second)]
+        (_, broken, gone), outcomes = fetch.done()
+    assert broken.startswith("no answer")
+    assert gone.endswith("ConnectionRefusedError")
+    assert outcomes == {"cached": 1, "failed": 2}
+    for prompt, (text, _) in zip((first, second), answers, strict=True):
+        assert_right(d, prompt, text)
+    assert not any(done.instance_failed for done in fetch.up.router.step_dones)

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from pointsman.agent.v1 import agent_pb2
 from pointsman_cli.doctor_findings import EngineAccess, Finding
 from pointsman_cli.doctor_kv import answers
 from tests.support.engines.chat_client import complete, fresh_words
+from tests.support.engines.fetching import assert_fetched, fetching
 from tests.support.engines.offloading import (
     assert_offloaded,
     assert_same,
@@ -65,6 +67,12 @@ def test_the_doctor_compares_answers(nixl_plane: ControlPlane, pair: list[Engine
     pool = [nixl_plane.instance(engine).instance for engine in pair]
     found = [(finding.level, finding.found) for finding in answers(pool, EngineAccess())]
     assert found == [(Finding.OK, "an answer from transferred KV is the one without")] * 2
+
+
+async def test_a_cached_prefix_is_fetched_from_its_owner(nixl_plane: ControlPlane, pair: list[Engine]) -> None:
+    n1, n2 = pair
+    async with fetching(n1, n2, agent_pb2.KV_PROTOCOL_NIXL) as fetch:
+        await assert_fetched(fetch)
 
 
 def test_p_is_gone(nixl_plane: ControlPlane, pair: list[Engine]) -> None:

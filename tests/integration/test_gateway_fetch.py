@@ -272,7 +272,7 @@ async def test_a_client_that_leaves_ends_both(up: Stack, way: str, stuck: str) -
 @pytest.mark.parametrize("changes", [{"prompt_logprobs": 1}, {"chat_template": "x"}])
 async def test_what_has_no_known_tokens_is_not_fetched(up: Stack, changes: dict[str, Any]) -> None:
     await answered(up, LONG | changes)
-    assert reported_steps(up) == [(0, "tokens unknown")]
+    assert (reported_steps(up), fetches_by_outcome(up)) == ([(0, "tokens unknown")], {"failed": 1})
     assert (halves(up, 0), halves(up, 1)) == ([], [])
 
 
@@ -291,7 +291,10 @@ async def test_twenty_fetch_from_one_at_once(up: Stack, way: str) -> None:
     p.sends = "wait"
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         asking = [asyncio.ensure_future(ask(number)) for number in range(20)]
-        await eventually(lambda: len(p.halves) == 20)
+        await up.router.until(lambda: len(up.router.places) == 20)
+        await eventually(lambda: p.halves)
+        # When the first has ended, D has the prefix.
+        assert len(p.halves) == 1
         p.go.set()
         assert await asyncio.gather(*asking) == ["i1"] * 20
     await up.router.until(lambda: not up.router.reserved)

@@ -1212,8 +1212,8 @@ class FirstToken(_message.Message):
     """Id of the request."""
     @_builtins.property
     def refused_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of the instances that answered earlier attempts of this request with an error (4xx or 5xx). Since another instance answers the request,
-        these instances were at fault, and not the request.
+        """Ids of the instances that answered earlier attempts of this request with an error (4xx or 5xx), or failed as the kv_source of a PREFILL.
+        Since another instance answers the request, these instances were at fault, and not the request.
         """
 
     def __init__(

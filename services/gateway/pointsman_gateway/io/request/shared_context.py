@@ -10,6 +10,7 @@ from pointsman_gateway.core.request.request_events import RequestTimeouts
 from pointsman_gateway.io.engines.engine_client import Upstream
 from pointsman_gateway.io.engines.remote_prefill import EngineIdCache, KvReleases
 from pointsman_gateway.io.request.fair_turns import FairTurns
+from pointsman_gateway.io.request.first_fetches import FirstFetches
 from pointsman_gateway.io.routing.model_pools import ModelPools
 from pointsman_gateway.io.routing.router_client import RouterClient
 from pointsman_gateway.io.telemetry.line_log import LineLog
@@ -33,4 +34,5 @@ class SharedContext:
     mark_session_ends: bool  # setting: engines are told the last request of a session
     continuations: Continuations  # memory and pace for answers that go on at another instance
     proxy_fallbacks: int = 0  # number of instances besides the chosen one that a proxy gets
+    first_fetches: FirstFetches = field(default_factory=FirstFetches)  # equal fetches wait for the first
     text_turns: FairTurns = field(default_factory=lambda: FairTurns(1))  # to tokenise a begun text

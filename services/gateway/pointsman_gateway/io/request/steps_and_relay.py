@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from functools import partial
 
+from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_gateway.core.api import ApiRequestError, Endpoint, begins_with_error, redact_error, was_aborted
 from pointsman_gateway.core.forwarded_headers import client_headers, error_headers
 from pointsman_gateway.core.http_message import Request, Response
@@ -245,14 +246,19 @@ class EngineSteps:
         """Fetch the prompt's first tokens from `source`, which has them cached, into the cache of the step's instance. Raises
         TransferError."""
         wanted, instance_id, own = step.prefill_tokens, step.target.instance_id, self._own_prefills
-        # An engine computes at least one token of a prompt. With one more than it has cached, it computes no block anew.
-        prefix = self._beginning(wanted + 1)
         before = own.end(instance_id)
         outcome = "given_up"
         try:
+            # An engine computes at least one token of a prompt. With one more than it has cached, it computes no block anew.
+            prefix = self._beginning(wanted + 1)
             # The instance computes the tokens if they do not arrive, also if its answer is not waited for.
             own.begun(instance_id, wanted, step.cached_tokens)
-            sent, received = (min(_cached(answer), wanted) for answer in await self._remote_prefill.fetch(step, prefix))
+            # The key of the last tokens stands for all of the prefix.
+            last = wanted // KEY_TOKENS
+            name = (source.instance_id, instance_id, *self._context.placement.keys[last - 1 : last])
+            async with self._shared.first_fetches.turn(name):
+                answers = await self._remote_prefill.fetch(step, prefix)
+            sent, received = (min(_cached(answer), wanted) for answer in answers)
             # What the source has computed for this request is no cache hit anywhere.
             own.ended(source.instance_id, wanted, own.end(source.instance_id), sent)
             own.ended(instance_id, wanted, before, min(sent, received))
