@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +25,7 @@ from pointsman_cli.doctor_findings import EngineAccess, Finding
 from pointsman_cli.doctor_kv import Answer, answers, difference, pairs_of, transfers
 from pointsman_cli.fleet_commands import _state_of
 from pointsman_router.io.convert.times import duration, timestamp
+from tests.support.pages import serving
 from tests.support.processes.process import free_port
 
 
@@ -34,20 +33,8 @@ from tests.support.processes.process import free_port
 def bootstrap() -> Iterator[str]:
     """A bootstrap server's address."""
 
-    class Server(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/query" else 404)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Server) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving(lambda path: (200 if path == "/query" else 404, b"")) as url:
+        yield url
 
 
 def instance(

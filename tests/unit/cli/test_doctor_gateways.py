@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import pytest
 
@@ -14,30 +12,15 @@ from pointsman.router.v1 import fleet_pb2
 from pointsman_cli import doctor_gateways
 from pointsman_cli.doctor_findings import Finding
 from pointsman_cli.doctor_gateways import known_gateways, named_gateway, place_of
+from tests.support.pages import serving
 from tests.support.processes.process import free_port
 
 READY = {"models": {"m": {"exact": True}}}
 
 
-@contextmanager
-def gateway(status: int = 200, body: str = json.dumps(READY)) -> Iterator[str]:
-    """A server with a gateway's /health; yields its base URL."""
-
-    class Server(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Server) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+def gateway(status: int = 200, body: str = json.dumps(READY)) -> AbstractContextManager[str]:
+    """A server with a gateway's /health; its context is the base URL."""
+    return serving(lambda _: (status, body.encode()))
 
 
 @pytest.fixture(autouse=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import http.server
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 
 import pytest
 
 from pointsman_cli import local_engines
 from pointsman_cli.local_engines import find_engines, listening_ports
+from tests.support.pages import serving
 
 TCP = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
    0: 0100007F:1F40 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1 0 100 0 0 10 0
@@ -30,31 +29,16 @@ def test_ports_that_listen_where_loopback_reaches_them() -> None:
     assert listening_ports([]) == []
 
 
-@contextmanager
-def serving(page: bytes) -> Iterator[int]:
-    class Server(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(page)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield server.server_port
-        server.shutdown()
-        thread.join()
+def page(body: bytes) -> AbstractContextManager[str]:
+    return serving(lambda _: (200, body))
 
 
 def test_an_engine_is_what_answers_with_vllm_s_series() -> None:
     engine = b"# HELP\nvllm:num_requests_running 0.0\n"
-    with serving(engine) as own, serving(engine) as excluded, serving(b"# HELP\nnode_load1 1\n") as other:
-        found, asked = find_engines([excluded])
-    assert f"http://127.0.0.1:{own}" in found
-    assert not {f"http://127.0.0.1:{port}" for port in (excluded, other)} & {*found}
+    with page(engine) as own, page(engine) as excluded, page(b"# HELP\nnode_load1 1\n") as other:
+        found, asked = find_engines([int(excluded.rpartition(":")[2])])
+    assert own in found
+    assert not {excluded, other} & {*found}
     assert asked >= 2
 
 

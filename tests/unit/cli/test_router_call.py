@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import http.server
 import socket
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from typer.testing import CliRunner
 
 from pointsman_cli import fleet_commands
 from pointsman_cli.router_call import router_of, url_of
+from tests.support.pages import serving
 from tests.support.processes.process import free_port
 
 
@@ -80,19 +79,11 @@ def test_a_gateway_is_a_url_or_an_address() -> None:
 def test_a_router_that_is_not_there_is_one_sentence(listens: bool) -> None:
     """And so is another server at its address."""
 
-    class Silent(http.server.BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Silent) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        router = f"127.0.0.1:{server.server_port if listens else free_port()}"
+    with serving(lambda _: (404, b"")) as url:
+        router = url.removeprefix("http://") if listens else f"127.0.0.1:{free_port()}"
         app = typer.Typer()
         fleet_commands.add_fleet_commands(app)
         done = CliRunner().invoke(app, ["instances", "--router", router])
-        server.shutdown()
-        thread.join()
     said = "what listens there is no router" if listens else "nothing listens there"
     assert done.output.startswith(f"pointsman: router {router} cannot be reached: {said}")
     assert done.output.count("\n") == 1
