@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import grpc.aio
+import pytest
 import zmq.asyncio
 from prometheus_client import generate_latest
 from typer.testing import CliRunner
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2
 from pointsman_agent.io import absent_engines
+from pointsman_agent.io.engine_http import EngineProbe
 from pointsman_cli.doctor import examine
 from pointsman_cli.doctor_findings import Finding
 from pointsman_cli.main import COMMANDS, app
@@ -147,6 +149,24 @@ async def test_what_an_engine_sends_neither_ends_the_agent_nor_reaches_a_termina
             shown = await asyncio.to_thread(CliRunner().invoke, app, words)
             assert shown.exit_code == 1, shown
             assert shown.exception is None or isinstance(shown.exception, SystemExit)
+        finally:
+            await agent.stop()
+
+
+async def test_a_fault_whose_text_is_no_utf8_is_reported_as_text(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_: EngineProbe) -> None:
+        raise ValueError("half a pair: \ud83d")
+
+    monkeypatch.setattr(EngineProbe, "scrape", fail)
+    async with running() as (server, _):
+        agent = RunningAgent([engine.url], [f"127.0.0.1:{server.port}"], tmp_path)
+        try:
+            await eventually(server.router.absent, "the engine is absent")
+            [absent] = server.router.absent()
+            assert absent.problem == "ValueError in its agent: half a pair: \ufffd"
+            assert not agent.task.done()
         finally:
             await agent.stop()
 

@@ -53,25 +53,21 @@ async def report_absent_engines(
         now = time.monotonic()
         # Only the change to "none" is reported without an absent engine.
         if now >= allowed and (absent or reported) and (now >= due or absent != reported):
+            engines = [
+                pb.AbsentEngine(
+                    instance_id=monitor.address.instance_id(None),
+                    url=monitor.address.url,
+                    problem=monitor.problem,
+                    node=node,
+                )
+                for monitor in absent
+            ]
+            request = pb.ReportAbsentEnginesRequest(agent_id=agent_id, engines=engines)
             try:
-                engines = [
-                    pb.AbsentEngine(
-                        instance_id=monitor.address.instance_id(None),
-                        url=monitor.address.url,
-                        problem=monitor.problem,
-                        node=node,
-                    )
-                    for monitor in absent
-                ]
-                request = pb.ReportAbsentEnginesRequest(agent_id=agent_id, engines=engines)
                 await stub.ReportAbsentEngines(request, timeout=TIMEOUT_S, metadata=metadata())
                 reported, due = absent, now + REPEAT_S
             except grpc.aio.AioRpcError as error:
                 log.debug("a router takes no absent engines", router=router, code=error.code().name)
                 if error.code() in _REFUSED:
                     allowed = now + REFUSED_REPEAT_S
-            except Exception:
-                # No engine's answer may end the agent.
-                log.exception("a fault in the report of absent engines", router=router)
-                allowed = now + REFUSED_REPEAT_S
         await asyncio.sleep(COMPARE_S)

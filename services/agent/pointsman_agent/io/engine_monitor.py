@@ -27,6 +27,7 @@ from pointsman_agent.io.engine_http import EngineProbe, KvEventSources, ProbeErr
 from pointsman_agent.io.gpu import GpuSampler
 from pointsman_agent.io.instance_monitor import AgentContext, InstanceMonitor, new_incarnation
 from pointsman_common.core.engine_identity_wire import identity_to_wire
+from pointsman_common.core.printable import printable
 
 log = structlog.get_logger()
 
@@ -223,8 +224,7 @@ class EngineMonitor:
                     self._life.silent(str(error), time.monotonic(), refused=error.refused)
             # As for scrapes: no answer may end the agent.
             except Exception as error:
-                self._fault("a probe of the engine failed in the agent", error)
-                self._life.silent(f"{type(error).__name__} in its agent: {error}", time.monotonic())
+                self._life.silent(self._fault("a probe of the engine failed in the agent", error), time.monotonic())
             else:
                 self._life.probed(time.monotonic())
             self._report_life()
@@ -263,9 +263,11 @@ class EngineMonitor:
                 "the engine is suspended" if load.suspended else "the engine computes", rank=rank, reason=load.suspended
             )
 
-    def _fault(self, event: str, error: Exception) -> None:
+    def _fault(self, event: str, error: Exception) -> str:
+        """Log a fault of the agent's own, and return what is reported of it. Its text may quote what the engine sent."""
         if times := self._faults.occurred(time.monotonic()):
             self._log.error(event, times=times, exc_info=error)
+        return printable(f"{type(error).__name__} in its agent: {error}")
 
     async def _pause(self, seconds: float) -> None:
         """Wait until the next scrape; less if an instance's monitor ends before."""
@@ -296,8 +298,7 @@ class EngineMonitor:
             self._scrape_failed(str(error))
         # The other engines share the agent, so no answer of this one may end it.
         except Exception as error:
-            self._fault("a scrape of the engine failed in the agent", error)
-            self._scrape_failed(f"{type(error).__name__} in its agent: {error}")
+            self._scrape_failed(self._fault("a scrape of the engine failed in the agent", error))
         if self.instances and self._life.gone(time.monotonic()):
             await self._stop("the engine stopped answering")
 
