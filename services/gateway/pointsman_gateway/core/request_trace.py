@@ -1,4 +1,4 @@
-"""The trace record of one request: its span context, its arrival time and its attributes."""
+"""The trace record of one request: its span context, its time and its attributes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class RequestTrace:
     """One request in its trace. The context of a request that is not sampled is only forwarded, so that later services do not
     make the sampling decision again.
 
-    `received_at` is monotonic seconds; `offset_ns` converts such times to Unix ns. All spans of the request use the same offset,
-    so that a change of the system clock does not make durations negative. `known` are attributes of the request's own span,
-    `asked` those of each step that answers the request.
+    `received_at`: when the whole body had come, monotonic s; `offset_ns` converts such times to Unix ns. All spans of the request
+    use the same offset, so that a change of the system clock does not make durations negative. `known` are attributes of the
+    request's own span, `asked` those of each step that answers the request.
     """
 
     def __init__(self, context: SpanContext, parent_id: int, send: Send, received_at: float, offset_ns: int) -> None:

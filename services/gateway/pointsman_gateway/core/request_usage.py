@@ -13,7 +13,8 @@ OK = "ok"  # outcome of a request whose whole answer was sent
 @dataclass(slots=True)
 class RequestUsage:
     """Token counts of the attempt that was answered: the engine's, or else the gateway's own. `tenant` is empty for a request
-    without a tenant (a health check). `outcome` is empty for a request that was not placed. `received_at`: monotonic s."""
+    without a tenant (a health check). `outcome` is empty for a request that was not placed. `received_at`: when the whole body
+    had come, monotonic s."""
 
     tenant: str = ""
     api: str = ""  # the path at the engine, an Endpoint's value
@@ -26,8 +27,8 @@ class RequestUsage:
 
 
 class UsageLine(msgspec.Struct):
-    """One request in the usage log, without prompts, keys and sessions. `time` is the arrival time in Unix s. `request_id` is the
-    client's X-Request-ID response header. `model` is empty if the request named no served model."""
+    """One request in the usage log, without prompts, keys and sessions. `time`: when the whole body had come, Unix s.
+    `request_id` is the client's X-Request-ID response header. `model` is empty if the request named no served model."""
 
     time: float
     tenant: str  # never empty: requests without one have no line
@@ -40,7 +41,7 @@ class UsageLine(msgspec.Struct):
     prompt_tokens: int  # as in RequestUsage
     cached_tokens: int  # as in RequestUsage
     completion_tokens: int  # as in RequestUsage
-    duration_s: float  # from the arrival of the whole body to the end of the answer
+    duration_s: float  # from `time` to the end of the answer
 
 
 def outcome_of(status: int) -> str:

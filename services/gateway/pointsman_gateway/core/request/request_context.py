@@ -32,7 +32,7 @@ class RequestContext:
     client: Client  # of the request's API key; ANYONE if clients need no key
     headers: Headers  # of the client's request
     key_charge: KeyCharge  # the share of the key's limits that the request takes
-    received_at: float  # monotonic s
+    received_at: float  # when the whole body had come, monotonic s
     trace: RequestTrace | None = None  # None: traces are off
     continues: StoredResponse | None = None  # the stored response that the request continues
 
