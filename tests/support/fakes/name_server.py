@@ -1,4 +1,4 @@
-"""A DNS server whose one name moves."""
+"""A DNS server whose one name moves, and which may be slow."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _HEADER, _IPV4, _A = 12, 4, 1
 
 
 class NameServer(asyncio.DatagramProtocol):
-    """Answers every query of an IPv4 address with `address`, and every other one with nothing."""
+    """Answers every query of an IPv4 address with `address`, and every other one with nothing, after `delay_s` seconds."""
 
     def __init__(self, address: str) -> None:
         self.address = address
+        self.delay_s = 0.0
         self.port = 0
         self._transport: asyncio.DatagramTransport | None = None
 
@@ -33,7 +34,8 @@ class NameServer(asyncio.DatagramProtocol):
         answer = b"\xc0\x0c" + struct.pack("!HHIH", _A, 1, 1, _IPV4) + ip_address(self.address).packed
         assert self._transport is not None
         head = struct.pack("!HHHHH", 0x8180, 1, int(is_ipv4), 0, 0)
-        self._transport.sendto(data[:2] + head + question + answer * is_ipv4, addr)
+        reply = data[:2] + head + question + answer * is_ipv4
+        asyncio.get_running_loop().call_later(self.delay_s, self._transport.sendto, reply, addr)
 
 
 @asynccontextmanager

@@ -172,12 +172,19 @@ class Call:
         self.client, self.server = client, network.at(address)
         self._up = self._down = Pipe(network, client, self.server)
         self._handler: asyncio.Task[None] | None = None
+        self._connected = asyncio.Event()  # set also when the stream has ended before
         if client.alive:
             self._up, self._down = Pipe(network, client, self.server), Pipe(network, self.server, client)
             network.calls[self] = None
             asyncio.get_running_loop().call_later(
                 network.delay_s(), self._connect, address, path, context=NETWORK_CONTEXT
             )
+
+    async def wait_for_connection(self) -> None:
+        """Return once a server has the stream. Raises AioRpcError if it broke before."""
+        await self._connected.wait()
+        if self._status is not None:
+            raise self._error()
 
     async def read(self) -> Any:
         """Return the next message, or END_OF_STREAM. Raises AioRpcError if the stream broke."""
@@ -204,6 +211,7 @@ class Call:
         if self._status is not None:
             return False
         self._status = Ended(grpc.StatusCode.CANCELLED, "cancelled")
+        self._connected.set()
         self._down.end(self._status)
         if self.client.alive:
             asyncio.get_running_loop().call_later(self._network.delay_s(), self._leave, context=NETWORK_CONTEXT)
@@ -224,6 +232,7 @@ class Call:
         if self.client.alive:
             self._down.end(lost)
             self._status = self._status or lost
+            self._connected.set()
         self._leave()
 
     def flush(self) -> None:
@@ -247,6 +256,7 @@ class Call:
             asyncio.get_running_loop().call_later(0.5, self._connect, address, path, context=NETWORK_CONTEXT)
         else:
             self._handler = self.server.spawn(self._serve(method))
+            self._connected.set()
 
     async def _serve(self, method: Method) -> None:
         ended = Ended()

@@ -21,7 +21,7 @@ from pointsman_common.io.channel import ReloadingChannel
 
 log = structlog.get_logger()
 
-# Timeout for a router's welcome after a stream is opened, s.
+# Timeout for a router's welcome after the first message, which waits for a connection, s.
 WELCOME_S = 10.0
 # Maximum time that an ending stream waits for the router to end its side, s.
 GOODBYE_S = 1.0
@@ -185,17 +185,17 @@ class Reporter:
         if self._load is not None:
             machine.load(*self._load)
         reading = asyncio.create_task(self._read(call, machine))
-        opened, greeted = time.monotonic(), False
+        greeted_at: float | None = None
         self.counts.streams += 1
         try:
             while not reading.done() and not self._stopping.is_set() and not self._again:
                 self._wake.clear()
                 if (message := machine.next_message(time.monotonic())) is not None:
                     await call.write(message)
-                    greeted = True
+                    greeted_at = greeted_at or time.monotonic()
                     continue
                 if (until := machine.wake_at()) is None:
-                    until = opened + WELCOME_S
+                    until = (greeted_at or time.monotonic()) + WELCOME_S
                     if until <= time.monotonic():
                         raise TimeoutError
                 await _wait(self._wake, until - time.monotonic())
@@ -206,7 +206,7 @@ class Reporter:
                 for change in machine.last_changes(time.monotonic()):
                     await call.write(change)
             # The router reads a written hello before the goodbye, so the goodbye need not wait for the welcome.
-            if self._stopping.is_set() and self._goodbye and greeted:
+            if self._stopping.is_set() and self._goodbye and greeted_at is not None:
                 await call.write(pb.ReportRequest(goodbye=pb.Goodbye(reason=self._goodbye)))
             await call.done_writing()
             with contextlib.suppress(TimeoutError):

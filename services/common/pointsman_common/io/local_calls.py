@@ -156,6 +156,9 @@ class LocalStream:
         self._end: BaseException | None = None
         self._ended = False
 
+    async def wait_for_connection(self) -> None:
+        """As gRPC's; there is no connection to wait for."""
+
     async def read(self) -> Any:
         """Return the next message, or END_OF_STREAM at the stream's end. Raises AioRpcError for another end than OK."""
         if not self._ended:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
 import grpc
@@ -21,7 +22,10 @@ from pointsman_gateway.core.known_fleet import OutOfStep
 
 log = structlog.get_logger()
 
-# Timeout of the router's welcome, s.
+# Timeout of a connection, s. gRPC bounds an attempt by 5 s, after the lookup of the name, in which the machine's name servers are
+# asked one after the other, some seconds each.
+CONNECT_S = 30.0
+# Timeout of the router's welcome on a connection, s.
 WELCOME_S = 3.0
 # Time after the start in which an unavailable router is not logged, s. A router that starts together with its gateways listens
 # some seconds later.
@@ -107,8 +111,8 @@ class RouterSession:
             except grpc.aio.AioRpcError as error:
                 may_be_starting = error.code() is grpc.StatusCode.UNAVAILABLE and loop.time() - began < STARTUP_S
                 reason = f"{error.code().name}: {error.details()}"
-            except TimeoutError:
-                reason = "no welcome in time"
+            except TimeoutError as error:
+                reason = str(error)
             except OutOfStep as error:
                 reason = str(error)
             except Exception as error:
@@ -132,7 +136,8 @@ class RouterSession:
             pause = min(pause * 2, MAX_PAUSE_S)
 
     async def _session(self) -> None:
-        """Run one stream from the hello to its end. Returns when the router ends it. Raises AioRpcError or TimeoutError."""
+        """Run one stream from the hello to its end. Returns when the router ends it. Raises AioRpcError, and TimeoutError with a
+        reason."""
         async with self._dial(self.address) as channel:
             stub = placement_pb2_grpc.PlacementServiceStub(channel)  # type: ignore[arg-type]
             # A comparison with END_OF_STREAM does not narrow the type of what read() returns.
@@ -145,7 +150,9 @@ class RouterSession:
             self.send(placement_pb2.SessionRequest(hello=self._hello()))
             writer = asyncio.create_task(self._write(call, batch_queue))
             try:
-                async with asyncio.timeout(WELCOME_S):
+                async with _within(CONNECT_S, "no connection in time"):
+                    await call.wait_for_connection()
+                async with _within(WELCOME_S, "no welcome in time"):
                     first = await call.read()
                 if first is END_OF_STREAM:
                     return
@@ -176,3 +183,12 @@ class RouterSession:
             batch = placement_pb2.SessionRequestBatch(requests=messages) if len(messages) > 1 else None
             await call.write(placement_pb2.SessionRequest(batch=batch) if batch else messages[0])
         await call.done_writing()
+
+
+@asynccontextmanager
+async def _within(seconds: float, else_: str) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise TimeoutError(else_) from None
