@@ -18,7 +18,7 @@ from pointsman.router.v1 import placement_pb2 as pb
 from pointsman_common.core.block_keys import KEY_SCHEME
 from pointsman_gateway.core.request.local_pace import BURST_UNITS
 from pointsman_gateway.core.request.request_events import PLACEMENT_TIMEOUT
-from pointsman_gateway.io.routing.router_client import RouterClient, WithoutRouter
+from pointsman_gateway.io.routing.router_client import OpenAnswer, RouterClient, WithoutRouter
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_orders import OrderChange
 from pointsman_router.core.load.reservations import Reservation
@@ -504,6 +504,31 @@ def test_a_placement_that_comes_too_late_is_given_back() -> None:
         await second.place("x")
         assert instance_of(await asking) == "e"
         assert second.finished() == []
+
+    virtually(work())
+
+
+def test_when_an_engines_last_byte_came_is_told_before_a_client_that_has_left() -> None:
+    """The router has to know whether the engine has sent anything since the request was placed."""
+
+    async def work() -> None:
+        client, first, _ = await two_routers()
+        asking = [client.first_step(pb.PlacementRequest(request_id=name, model="m"), 9.0) for name in "xy"]
+        answers = asyncio.gather(*asking)
+        await asyncio.sleep(0.5)
+        for name in "xy":
+            await first.place(name)
+        for name, answer in zip("xy", await answers, strict=True):
+            client.placed(pb.PlacementRequest(request_id=name, model="m"), instance_of(answer), 0)
+        tokens, heard_at = 0, time.monotonic() + 0.1
+        client.answer_begins("x", OpenAnswer(lambda: tokens, lambda: True, lambda: heard_at))
+        tokens = 5
+        await asyncio.sleep(0.6)
+        client.finished(pb.Finished(request_id="y", outcome=pb.OUTCOME_CANCELLED))
+        await asyncio.sleep(0.1)
+        heard, finished = first.heard[-2:]
+        assert finished.finished.request_id == "y"
+        assert heard.heard == pb.Heard(instance_ids=["e"], ago_ms=[500])
 
     virtually(work())
 

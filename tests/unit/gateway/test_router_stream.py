@@ -70,13 +70,13 @@ async def test_a_router_that_is_reached_and_does_not_welcome_is_dialled_again(mo
     greeted: list[None] = []
 
     class Silent(placement_pb2_grpc.PlacementServiceServicer):
-        async def Session(self, requests: Any, context: Any) -> None:
+        async def Session(self, _: Any, context: Any) -> None:  # type: ignore[override]
             await context.read()
             greeted.append(None)
             await asyncio.Event().wait()
 
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    placement_pb2_grpc.add_PlacementServiceServicer_to_server(Silent(), server)
+    placement_pb2_grpc.add_PlacementServiceServicer_to_server(Silent(), server)  # type: ignore[abstract]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     session = session_with(f"127.0.0.1:{port}", placement_pb2.GatewayHello)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pointsman.router.v1 import placement_pb2
-from pointsman_gateway.io.routing.router_client import _Request
+from pointsman_gateway.io.routing.router_client import OpenAnswer, _Request
 
 
 def test_an_answer_that_stands_still_is_told_unless_its_client_reads_slowly() -> None:
     tokens, waits = 0, True
     one = _Request(placement_pb2.PlacementRequest(), 0.0)
     assert one.progress(0.0) == (False, False), "no answer has begun"
-    one.generated, one.waits = lambda: tokens, lambda: waits
+    one.open_answer = OpenAnswer(lambda: tokens, lambda: waits, lambda: 0.0)
     tokens = 3
     assert one.progress(2.0) == (True, False)
     assert [one.progress(2.0 + second)[1] for second in (8, 10, 28, 30)] == [False, True, True, False]

@@ -212,8 +212,25 @@ def test_clients_that_leave_early_or_while_others_get_bytes_are_no_evidence() ->
         placed(state_, f"early{number}", float(number))
         state_.handle(ev.Finished(f"early{number}", "CANCELLED"), number + 0.5)
         placed(state_, f"late{number}", float(number))
-        state_.handle(ev.Heard(("a",)), number + 1.0)
+        state_.handle(ev.Heard({"a": 0.0}), number + 1.0)
         state_.handle(ev.Finished(f"late{number}", "CANCELLED"), number + 9.0)
+    assert out(state_) == []
+
+
+def test_what_an_engine_sent_before_a_request_does_not_speak_for_it_when_it_is_told_later() -> None:
+    """Gateways tell every other second what they have received."""
+    state_ = fleet("a", "b")
+    placed(state_, "before", 0.0, exclude=("b",))
+    state_.handle(ev.FirstToken("before"), 0.1)
+    for number in range(3):
+        placed(state_, f"r{number}", 0.5, exclude=("b",))
+    state_.handle(ev.Heard({"a": 1.8}), 2.0)
+    for number in range(3):
+        state_.handle(ev.Finished(f"r{number}", "CANCELLED"), 20.0)
+    assert out(state_) == ["a"]
+    state_.handle(ev.Heard({"a": 2.0}), 21.0)
+    assert out(state_) == ["a"], "of before it was put out"
+    state_.handle(ev.Heard({"a": 1.0}), 22.0)
     assert out(state_) == []
 
 
@@ -221,7 +238,7 @@ def test_an_engine_that_sends_other_answers_is_not_silent() -> None:
     state_ = fleet("a", "b")
     there = placed(state_, "waits", 0.0)
     for second in range(60):
-        state_.handle(ev.Heard((there,)), float(second))
+        state_.handle(ev.Heard({there: 0.0}), float(second))
         state_.handle(ev.Tick(), second + 0.5)
     assert out(state_) == []
 
@@ -229,9 +246,9 @@ def test_an_engine_that_sends_other_answers_is_not_silent() -> None:
 def test_bytes_of_an_engine_without_an_agent_change_no_snapshot() -> None:
     state_ = fleet("a")
     placed(state_, "waits", 0.0)
-    state_.handle(ev.Heard(("a",)), 1.0)
+    state_.handle(ev.Heard({"a": 0.0}), 1.0)
     assert isinstance(place(state_, request("nowhere", exclude=("a",)), 6.0), ev.Refused), "the load is old"
-    state_.handle(ev.Heard(("a",)), 7.0)
+    state_.handle(ev.Heard({"a": 0.0}), 7.0)
     state_.check_invariants()
 
 
@@ -244,7 +261,7 @@ def test_answers_that_are_not_streamed_and_ends_of_lost_gateways_have_time() -> 
     for number in range(5):
         placed(state_, f"r{number}", 60.0 + number / 10, exclude=("b",))
     state_.handle(ev.GatewayLost("g"), 61.0)
-    state_.handle(ev.Heard(("a", "b")), 69.0)
+    state_.handle(ev.Heard({"a": 0.0, "b": 0.0}), 69.0)
     state_.handle(ev.Tick(), 77.0)
     assert len(state_.reservations) == 0
     assert out(state_) == []
@@ -336,9 +353,9 @@ def test_a_pool_that_answers_errors_or_of_which_older_answers_go_on_is_not_refus
         assert asked(state_, f"r{number}", 1.0) == "a"
         state_.handle(ev.Finished(f"r{number}", "FAILED"), 1.0)
     assert asked(state_, "s0", 1.1) == ""
-    state_.handle(ev.Heard(("a",)), 1.5)
+    state_.handle(ev.Heard({"a": 0.0}), 1.5)
     assert asked(state_, "s1", 1.6) == "", "it may have been sent before"
-    state_.handle(ev.Heard(("a",)), 5.0)
+    state_.handle(ev.Heard({"a": 0.0}), 5.0)
     assert {asked(state_, f"t{number}", 5.0) for number in range(8)} == {"a"}
     state_.check_invariants()
 
@@ -537,7 +554,7 @@ def test_an_engine_whose_answers_stop_is_out_and_they_move_if_its_own_count_says
         report = ev.LoadReported(stream, there, Load(float(second), running=1, generation_tokens=count))
         state_.handle(report, float(second))
         if second >= 11:
-            state_.handle(ev.Heard((), ("r",)), float(second))
+            state_.handle(ev.Heard({}, ("r",)), float(second))
         moves += [effect for effect in state_.handle(ev.Tick(), float(second)) if isinstance(effect, ev.Move)]
     assert out(state_) == ([there] if count else [])
     assert moves[:1] == ([ev.Move("r", "g", silent=True)] if count else [])

@@ -291,8 +291,8 @@ def test_a_long_answer_on_trial_shows_by_its_bytes_that_answers_go_on() -> None:
     assert [life.broke_off(f"r{number}", 0.0, SETTINGS) for number in range(3)] == [False, False, True]
     life.placed("trial", 1.0)
     life.began("trial", 1.5)
-    assert not life.sign(1.5 + PROGRESS_S / 2)
-    assert life.sign(1.5 + PROGRESS_S)
+    assert not life.sign(1.5 + PROGRESS_S / 2, 1.5 + PROGRESS_S / 2)
+    assert life.sign(1.5 + PROGRESS_S, 1.5 + PROGRESS_S)
     assert not life.opened
 
 
@@ -378,12 +378,12 @@ def test_an_engine_that_generates_nothing_while_its_answers_stand_still_is_out_a
     life.placed("r", 0.0)
     life.began("r", 0.0)
     assert not life.stalled("r", 10.0, SETTINGS, idle=False)
-    life.sign(5.0)
+    life.sign(5.0, 5.0)
     assert not life.stalled("r", 12.0, SETTINGS, idle=True), "it has sent another answer's bytes"
     assert life.stalled("r", 16.0, SETTINGS, idle=True)
     assert (life.cause, life.why()) == ("silence", "its answers stand still, and it computes nothing")
     life.placed("trial", 20.0)
     assert not life.began("trial", 20.0)
-    assert not life.sign(21.0)
+    assert not life.sign(21.0, 21.0)
     assert life.answered("trial", 22.0)
     assert not life.opened

@@ -1030,13 +1030,15 @@ Global___Parked: _TypeAlias = Parked  # noqa: Y015
 @_typing.final
 class Heard(_message.Message):
     """Reports the instances of which the gateway has received bytes of responses since the last such message on the session. Sent every
-    other second while there are any. An instance that sends nothing, while a first token is long overdue, gets no more requests.
+    other second while there are any, and before the end of a request whose client has left. An instance that sends nothing, while a
+    first token is long overdue, gets no more requests.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     INSTANCE_IDS_FIELD_NUMBER: _builtins.int
     STALLED_FIELD_NUMBER: _builtins.int
+    AGO_MS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def instance_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of the instances."""
@@ -1045,15 +1047,20 @@ class Heard(_message.Message):
     def stalled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of the requests whose response has begun and stood still for between 10 and 30 s, although the gateway waits for its bytes."""
 
+    @_builtins.property
+    def ago_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of each of the instances how long ago the last byte came, in ms. Absent: just now."""
+
     def __init__(
         self,
         *,
         instance_ids: _abc.Iterable[_builtins.str] | None = ...,
         stalled: _abc.Iterable[_builtins.str] | None = ...,
+        ago_ms: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_ids", b"instance_ids", "stalled", b"stalled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ago_ms", b"ago_ms", "instance_ids", b"instance_ids", "stalled", b"stalled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -154,7 +154,7 @@ class AgentReports:
         progressed = self._prefix_knowledge.keys_reported(record, event.message, now)
         # What an agent lists as it begins, the engine may have computed long ago.
         if progressed and isinstance(event.message, Delta) and event.message.seq > record.greeted_seq:
-            self._evidence.sign(record, now)
+            self._evidence.sign(record, now, now)
         for prompt in progressed:
             self._requests.progress(prompt.request_id, prompt.prefilled_tokens)
         self._turn.fleet_changed |= record.state is not before

@@ -167,10 +167,10 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
 
 
 class Heard(msgspec.Struct, frozen=True, gc=False):
-    """A gateway has received bytes of answers from these instances since its last report of them. `stalled`: the requests
-    whose answers have begun, and of which it has waited for the next bytes for long."""
+    """A gateway has received bytes of answers since its last report of them: by instance, how long ago the last byte came, s.
+    `stalled`: the requests whose answers have begun, and of which it has waited for the next bytes for long."""
 
-    instance_ids: tuple[str, ...]
+    ago_s: Mapping[str, float]
     stalled: tuple[str, ...] = ()
 
 

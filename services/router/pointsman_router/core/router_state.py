@@ -337,7 +337,7 @@ class RouterState:
             case ev.StreamOpened():
                 return self._gateways.stream_opened(event, now)
             case ev.Heard():
-                self._evidence.heard(event.instance_ids, now)
+                self._evidence.heard(event.ago_s, now)
                 for request_id in event.stalled:
                     if (reservation := self.reservations.get(request_id)) is not None:
                         self._evidence.stalled(reservation, now)

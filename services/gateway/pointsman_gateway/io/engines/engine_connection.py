@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import monotonic
 from typing import Protocol, cast
 
 import httptools
@@ -77,6 +77,8 @@ class Passthrough:
 class Carrier(Protocol):
     """What brings an answer: the connection to its instance, or a proxy that has it."""
 
+    heard_at: float  # when the last byte came, monotonic s
+
     def pause(self) -> None:
         """Pause reading the answer."""
 
@@ -118,6 +120,11 @@ class UpstreamResponse:
     def paused(self) -> bool:
         """Whether reading is paused."""
         return self._paused
+
+    @property
+    def heard_at(self) -> float:
+        """When the last byte of an answer that has not ended came, monotonic s; 0 after its end."""
+        return self._carrier.heard_at if self._carrier is not None else 0.0
 
     async def read(self) -> bytes:
         """Return the bytes that arrived since the last call, at least one; b"" at the end. Raises UpstreamError."""
@@ -241,7 +248,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_touched",
         "_transport",
         "_until_close",
-        "heard",
+        "heard_at",
         "on_body",
         "origin",
         "since",
@@ -249,8 +256,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def __init__(self, pool: Keeper, origin: Origin) -> None:
         self.origin = origin
-        self.since = 0.0  # start of the idle time or of the silence, monotonic s
-        self.heard = False  # data has arrived since the last sweep
+        self.since = 0.0  # start of the idle time, monotonic s
+        self.heard_at = 0.0  # when the last data arrived, or was first waited for, monotonic s
         self._pool = pool
         self._pieces: list[bytes] = []
         self.on_body = self._pieces.append  # the parser's callback, without the cost of a Python function
@@ -292,9 +299,9 @@ class UpstreamConnection(asyncio.Protocol):
             if line is not None and data.startswith(line) and data[-2:] == b"\r\n" and (passed := pass_whole(data)):
                 send = passthrough.out.send
                 send(passed)
-                self.heard = True
+                self.heard_at = monotonic()
                 return
-        self.heard = self._touched = True
+        self.heard_at, self._touched = monotonic(), True
         if self._head is None and self._answer is None:
             # Data without a request cannot belong to any answer.
             self.abort()
@@ -336,7 +343,6 @@ class UpstreamConnection(asyncio.Protocol):
         self._until_close = not framed
         answer = self._answer = UpstreamResponse(self)
         answer.status, answer.headers = status, headers
-        self.since = time.monotonic()
         self._head.set_result(answer)
         self._head = None
 
@@ -360,7 +366,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Send a request and return the answer after its head. Raises UpstreamError, or StaleConnection if the connection ended
         before the first byte of the answer."""
         self._head = asyncio.get_running_loop().create_future()
-        self.heard, self.since = False, time.monotonic()
+        self.heard_at = monotonic()
         self._touched = self._complete = self._keep = self._until_close = self._between = False
         self._head_size = 0
         self._transport.writelines(message)
@@ -408,7 +414,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def resume(self) -> None:
         """Resume reading."""
-        self._paused, self.heard = False, True
+        self._paused, self.heard_at = False, monotonic()
         if not self._transport.is_closing():
             self._transport.resume_reading()
 
@@ -430,15 +436,10 @@ class UpstreamConnection(asyncio.Protocol):
         return self._answer is not None
 
     def silence(self, now: float) -> float:
-        """Return for how long no data of a due answer has arrived, s; 0 if no answer is due or reading is paused. Mutates.
-
-        The resolution is the interval between two calls.
-        """
-        if self._answer is None and self._head is None:
+        """Return for how long no data of a due answer has arrived, s; 0 if no answer is due or reading is paused."""
+        if self._paused or (self._answer is None and self._head is None):
             return 0.0
-        if self.heard or self._paused:
-            self.heard, self.since = False, now
-        return now - self.since
+        return now - self.heard_at
 
     def give_up(self, text: str) -> None:
         """Fail the due answer with `text`, as if the connection had broken, and close the connection."""

@@ -139,7 +139,7 @@ class ProxyStream:
         self._answer_trailers = False
         self._bodiless = False  # the answer has nothing after its head
         self._served = ""
-        self._silent_since = 0.0  # when the last message came, monotonic s
+        self.heard_at = 0.0  # when the last message came, monotonic s
         self._instance_lost = False
         self._head_here = asyncio.Event()
         self._readable = asyncio.Event()
@@ -177,7 +177,7 @@ class ProxyStream:
         """Let an answer fail that has been silent for too long, though it was read. `now`: monotonic s."""
         answer, limit_s = self._answer, LOST_S if self._instance_lost else self._streams.limits.stall_s
         reads = answer is not None and not answer.whole and self._readable.is_set()
-        if reads and now - self._silent_since > limit_s:
+        if reads and now - self.heard_at > limit_s:
             self.give_up("silent")
 
     async def _carry(self, request: ExtProcRequest) -> None:
@@ -381,13 +381,13 @@ class ProxyStream:
         """Read what the instance answers, until the stream ends: the client has left, or the proxy has lost the instance. Return
         False if a message is out of order."""
         while (message := await self._context.read()) is not END_OF_STREAM:
-            self._silent_since = time.monotonic()
+            self.heard_at = time.monotonic()
             if not self._take(message):
                 log.warning("a proxy's messages are out of order", message=message.WhichOneof("request"))
                 return False
             if not self._readable.is_set():
                 await self._readable.wait()
-                self._silent_since = time.monotonic()
+                self.heard_at = time.monotonic()
         return True
 
     def _take(self, message: pb.ProcessingRequest) -> bool:

@@ -26,7 +26,7 @@ from pointsman_gateway.core.tokens.token_cache import TokenIds
 from pointsman_gateway.io.request.ext_proc_request import ExtProcRequest
 from pointsman_gateway.io.request.shared_context import SharedContext
 from pointsman_gateway.io.request.steps_and_relay import EngineSteps
-from pointsman_gateway.io.routing.router_client import NoRouter, PlacementReply, WithoutRouter
+from pointsman_gateway.io.routing.router_client import NoRouter, OpenAnswer, PlacementReply, WithoutRouter
 from pointsman_gateway.io.telemetry.span_export import attempt_ended
 
 log = structlog.get_logger()
@@ -278,8 +278,8 @@ class RequestRunner:
     async def _relay_response(self) -> ev.Event:
         self._steps.keep_prompt()
         before = self._steps.streamed_tokens
-        counter = partial(self._streamed_since, before)
-        self._shared.router.set_token_counter(self._state_machine.attempt_id, counter, self._steps.waits_for_bytes)
+        answer = OpenAnswer(partial(self._streamed_since, before), self._steps.waits_for_bytes, self._steps.heard_at)
+        self._shared.router.answer_begins(self._state_machine.attempt_id, answer)
         try:
             assert self._state_machine.step is not None
             return await self._steps.relay_response(self._attempt, self._headers(self._state_machine.step))

@@ -189,6 +189,10 @@ class EngineSteps:
         answer this is unknown."""
         return self._proxy is None and self._upstream is not None and not self._upstream.paused
 
+    def heard_at(self) -> float:
+        """Return when the last byte of the open answer came, monotonic s; 0 without one."""
+        return self._upstream.heard_at if self._upstream is not None else 0.0
+
     def instance_lost(self, step: StepAssigned) -> None:
         """Handle that the router has lost the agent of a step's instance: what is silent there fails if nobody is there any
         more."""

@@ -9,6 +9,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import structlog
 
@@ -32,6 +33,8 @@ FLUSH_TIMEOUT_S = 2.0
 REPORT_DELAY_S = 0.005
 # Interval of the reports of which instances send something, and of repeated ends of sessions, s.
 REPORTS_S = 2.0
+# Minimum interval between such a report and the next one, which the end of a request causes whose client has left, s.
+TELL_HEARD_S = 0.25
 # How long a begun answer has stood still when it is reported as stalled, and until when, s.
 STALLED_S, STALL_TOLD_S = 10.0, 30.0
 
@@ -62,6 +65,14 @@ class NoRouter(Exception):
     """Raised if there is no router to ask, or it was lost before it answered."""
 
 
+class OpenAnswer(NamedTuple):
+    """What is asked of an answer that has begun."""
+
+    generated: Callable[[], int]  # the attempt's tokens so far
+    waits: Callable[[], bool]  # whether the engine's next bytes are waited for, and not for the client to read
+    heard_at: Callable[[], float]  # when the last byte came, monotonic s; 0: not known
+
+
 @dataclass(slots=True)
 class _Request:
     """One request, from its first submission to its Finished.
@@ -84,21 +95,20 @@ class _Request:
     cached_tokens: int = 0  # of the prompt, as predicted for the last placed step
     began: bool = False  # its first byte was reported
     asked_at: float | None = None  # monotonic s of its first submission; None: not submitted
-    generated: Callable[[], int] | None = None  # returns the attempt's tokens so far; None: no answer has begun
-    seen_generated: int = 0  # what `generated` returned when progress() last saw it grow, or the gateway not wait
-    waits: Callable[[], bool] | None = None  # returns whether the engine's next bytes are waited for
-    progressed_at: float = 0.0  # when `generated` was last seen to grow, or the gateway not to wait, monotonic s
+    open_answer: OpenAnswer | None = None  # None: no answer has begun
+    generated: int = 0  # the answer's tokens when progress() last saw them grow, or the gateway not wait
+    progressed_at: float = 0.0  # when they were last seen to grow, or the gateway not to wait, monotonic s
     placed_at: float = 0.0  # monotonic s of the last placed step; 0: none
     move: Callable[[placement_pb2.Move], None] | None = None  # lets the request leave its instance; set once placed
     first_token_by: float | None = None  # monotonic s by which the client needs the first token; None: no limit
 
     def progress(self, now: float) -> tuple[bool, bool]:
         """Return whether the answer has progressed since the last call, and whether it has stood still for long. Mutates."""
-        if self.generated is None or self.waits is None:
+        if self.open_answer is None:
             return False, False
-        progressed = (count := self.generated()) != self.seen_generated
-        if progressed or not self.waits():
-            self.seen_generated, self.progressed_at = count, now
+        progressed = (count := self.open_answer.generated()) != self.generated
+        if progressed or not self.open_answer.waits():
+            self.generated, self.progressed_at = count, now
         return progressed, STALLED_S <= now - self.progressed_at < STALL_TOLD_S
 
     @property
@@ -118,7 +128,7 @@ class _Request:
             instance_id=self.instance_id,
             phase=placement_pb2.PHASE_DECODE if self.began else placement_pb2.PHASE_PREFILL,
             cached_tokens=self.cached_tokens,
-            generated_tokens=self.generated() if self.generated is not None else 0,
+            generated_tokens=self.open_answer.generated() if self.open_answer is not None else 0,
         )
 
 
@@ -160,6 +170,7 @@ class RouterClient:
         self._asked: dict[str, tuple[str, int]] = {}  # pool -> router id and epoch of the owner that is asked
         self._wake: asyncio.Handle | None = None  # the timer for requests that wait for an owner
         self._reports: asyncio.Handle | None = None  # the timer of _report_often
+        self._told_heard_at = -math.inf  # when what instances send was reported last, monotonic s
         self._wake_at = math.inf  # when it fires, in the loop's time, s
         self._sent_claims: dict[tuple[str, str], int] = {}  # router's address, pool -> the higher epoch that was sent
         self._closing = False
@@ -303,12 +314,11 @@ class RouterClient:
         first_token = placement_pb2.FirstToken(request_id=request_id, refused_by=refused_by)
         self._report(entry, placement_pb2.SessionRequest(first_token=first_token))
 
-    def set_token_counter(self, request_id: str, generated: Callable[[], int], waits: Callable[[], bool]) -> None:
-        """Set the functions that return the number of tokens generated so far, which is read when the request is announced, and
-        whether the answer's next bytes are waited for, and not for its client to read."""
+    def answer_begins(self, request_id: str, answer: OpenAnswer) -> None:
+        """Set what is asked of a request's answer when the request is announced, and for reports of what engines send."""
         entry = self._requests.get(request_id)
         if entry is not None:
-            entry.generated, entry.waits, entry.progressed_at = generated, waits, time.monotonic()
+            entry.open_answer, entry.progressed_at = answer, time.monotonic()
 
     def on_move(self, request_id: str, move: Callable[[placement_pb2.Move], None]) -> None:
         """Set the function that is called when a router asks for the request to leave its instance."""
@@ -318,6 +328,12 @@ class RouterClient:
 
     def finished(self, finished: placement_pb2.Finished) -> None:
         """Report an attempt's end. If no router is connected, the next hello reports the end by not listing the attempt."""
+        if (
+            finished.outcome == placement_pb2.OUTCOME_CANCELLED
+            and time.monotonic() - self._told_heard_at >= TELL_HEARD_S
+        ):
+            # Whether the engine had sent anything since the client asked says whether it is silent, or only slow.
+            self._tell_heard()
         entry = self._requests.pop(finished.request_id, None)
         if entry is not None:
             self._waiting.remove(finished.request_id)
@@ -344,18 +360,23 @@ class RouterClient:
     def _tell_heard(self) -> None:
         """Report to the owners of pools the instances whose answers have progressed since the last report, and the answers that
         stand still."""
-        of_sessions: dict[RouterSession, tuple[set[str], set[str]]] = {}
-        now = time.monotonic()
+        of_sessions: dict[RouterSession, tuple[dict[str, float], set[str]]] = {}
+        self._told_heard_at = now = time.monotonic()
         for entry in self._requests.values():
             progressed, stalled = entry.progress(now)
             if (progressed or stalled) and (session := self._route(entry.request.model)) is not None:
-                heard, stands = of_sessions.setdefault(session, (set(), set()))
-                if progressed:
-                    heard.add(entry.instance_id)
+                heard, stands = of_sessions.setdefault(session, ({}, set()))
+                if progressed and entry.open_answer is not None:
+                    heard_at = entry.open_answer.heard_at() or now
+                    heard[entry.instance_id] = max(heard.get(entry.instance_id, 0.0), heard_at)
                 else:
                     stands.add(entry.request.request_id)
         for session, (heard, stands) in of_sessions.items():
-            message = placement_pb2.Heard(instance_ids=sorted(heard), stalled=sorted(stands))
+            message = placement_pb2.Heard(
+                instance_ids=heard,
+                ago_ms=[max(round((now - heard_at) * 1e3), 0) for heard_at in heard.values()],
+                stalled=sorted(stands),
+            )
             session.send(placement_pb2.SessionRequest(heard=message), REPORT_DELAY_S)
 
     def _repeat_ends(self) -> None:

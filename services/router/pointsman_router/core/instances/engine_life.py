@@ -42,7 +42,7 @@ SIGN_S = 10.0
 STALLED_S = 10.0
 # How long after its first token a request on trial shows that the engine's answers go on, s.
 PROGRESS_S = 10.0
-# Within what time routers are told of bytes, s: gateways tell every other second.
+# Within what time routers are told of a prefill's progress, s.
 TOLD_WITHIN_S = 3.0
 # Probability, under the error rate of the pool's other engines, below which errors in a row are the engine's own.
 UNLIKELY = 1e-6
@@ -165,12 +165,13 @@ class EngineLife:
 
     # ---- evidence ----
 
-    def sign(self, now: float) -> bool:
-        """Record a byte of any answer, or the progress of a prefill. It ends a silence."""
-        self.sign_at = now
-        if self.trial and now - self.trial_began >= PROGRESS_S:
+    def sign(self, at: float, now: float) -> bool:
+        """Record that a byte of any answer came `at`, or that a prefill had progressed by then. It ends a silence before it."""
+        self.sign_at = max(self.sign_at, at)
+        if self.trial and at - self.trial_began >= PROGRESS_S:
             return self.answered(self.trial, now)
-        return self._closed() if self.cause == SILENCE and self.opened and not self.breaks else False
+        silent = self.cause == SILENCE and self.opened and not self.breaks
+        return self._closed() if silent and at > self.put_out_at else False
 
     def began(self, request_id: str, now: float) -> bool:
         """Record a first token, or a done step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.engine_life import FAILURES, STALLED_S, UNREACHED, LifeSettings
@@ -71,11 +71,11 @@ class LifeEvidence:
                 excused = other.life.excused(settings, broke=finished.broke, witness=witness)
                 self._judged(other, changed=excused)
 
-    def heard(self, instance_ids: Iterable[str], now: float) -> None:
-        """Record that bytes of answers came from these instances. Mutates."""
-        for instance_id in instance_ids:
+    def heard(self, ago_s: Mapping[str, float], now: float) -> None:
+        """Record that bytes of answers came from these instances, and how long ago. Mutates."""
+        for instance_id, ago in ago_s.items():
             if (record := self._instances.get(instance_id)) is not None:
-                self.sign(record, now)
+                self.sign(record, now - ago, now)
 
     def stalled(self, reservation: Reservation, now: float) -> None:
         """Record that an answer has begun and stands still. Mutates."""
@@ -84,9 +84,9 @@ class LifeEvidence:
             idle = record.computes_nothing(STALLED_S, now)
             self._judged(record, changed=record.life.stalled(reservation.request_id, now, self._settings, idle=idle))
 
-    def sign(self, record: InstanceRecord, now: float) -> None:
-        """Record any other progress of an instance's requests. Mutates."""
-        changed = record.life.sign(now)
+    def sign(self, record: InstanceRecord, at: float, now: float) -> None:
+        """Record any other progress of an instance's requests, which happened `at`. Mutates."""
+        changed = record.life.sign(at, now)
         if changed or record.life.opened or record.state is InstanceState.UNHEALTHY:
             self._judged(record, changed=changed)
 

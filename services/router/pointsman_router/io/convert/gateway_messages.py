@@ -162,6 +162,14 @@ def step_done(wire: placement_pb2.StepDone) -> ev.StepDone:
     )
 
 
+def heard(wire: placement_pb2.Heard) -> ev.Heard:
+    """Convert a report of what instances send."""
+    ago_ms = wire.ago_ms or [0] * len(wire.instance_ids)
+    return ev.Heard(
+        {name: ago / 1e3 for name, ago in zip(wire.instance_ids, ago_ms, strict=False)}, tuple(wire.stalled)
+    )
+
+
 def finished(wire: placement_pb2.Finished) -> ev.Finished:
     """Convert the end of a request."""
     timings = wire.timings

@@ -154,7 +154,7 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
             case "finished":
                 event = ev.GatewayReported(gateway_id, gateway_messages.finished(message.finished))
             case "heard":
-                event = ev.Heard(tuple(message.heard.instance_ids), tuple(message.heard.stalled))
+                event = gateway_messages.heard(message.heard)
             case "end_session":
                 ended = message.end_session
                 event = ev.SessionEnded(ended.tenant, ended.session_id, gateway_id)
