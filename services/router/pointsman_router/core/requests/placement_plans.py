@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.kv_load import NO_LOAD
+from pointsman_router.core.learning.output_times import OutputTimes
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.load.affinity import Affinity
 from pointsman_router.core.load.recent_migrations import Migrations
@@ -34,9 +35,8 @@ MAX_NOTE = 100
 MAX_STEPS = 10_000
 
 
-# An answer that is not streamed, or of which the gateway does not say whether it is, comes with its last token: OUTPUT_TOKEN_S
-# after the one before, and UNBOUNDED_TOKENS of them without a limit.
-OUTPUT_TOKEN_S, UNBOUNDED_TOKENS = 0.05, 4_096
+# Expected time of an answer without a limit of tokens that is not streamed, s.
+UNBOUNDED_S = 200.0
 
 
 class PlacementPlans:
@@ -66,6 +66,7 @@ class PlacementPlans:
         self._evidence = evidence
         self._place_lease_s = place_lease_s
         self._turn = turn
+        self._output_times = OutputTimes()
 
     # ---- steps ----
 
@@ -141,7 +142,7 @@ class PlacementPlans:
             sequence_tokens=decision.request.sequence_tokens if step.kind is StepKind.SERVE else 0,
             fetching=step.fetches,
         )
-        self._requests.place(reservation, keys, tokens, now, _output_s(decision.request, step))
+        self._requests.place(reservation, keys, tokens, now, self._output_s(decision, step))
         if step.fetches:
             sent = max(tokens - (candidate.device_tokens if candidate else cached), 0)
             self._requests.fetch(reservation, step.kv_source, keys, sent, now)
@@ -251,6 +252,7 @@ class PlacementPlans:
             self._requests.leave_queue(finished.request_id)
             return []
         self._evidence.finished(reservation, finished, now)
+        self._learn_output(reservation, finished)
         judged = self._requests.end(state, finished, now)
         return [
             ev.Released(finished.request_id, reservation.pool),
@@ -262,22 +264,38 @@ class PlacementPlans:
         """End a placed request whose end nobody reported, as `finished`. Mutates."""
         return self.finished(ev.Finished(request_id, "CANCELLED", error=why, inferred=True), now)
 
+    # ---- times of answers ----
+
+    def _output_s(self, decision: Decision, step: Step) -> float | None:
+        """Return how long after its first token a step's first byte comes, s: 0 if answers are streamed; None if nothing is known
+        of it, since it waits for another instance's KV. An answer that is not streamed, or of which the gateway does not say
+        whether it is, comes with its last token."""
+        request = decision.request
+        if step.kv_source:
+            return None
+        if request.streamed or step.kind is StepKind.PREFILL:
+            return 0.0
+        if not request.max_output_tokens:
+            return UNBOUNDED_S
+        return request.max_output_tokens * self._output_times.token_s(decision.pool, self._hardware(step.instance_id))
+
+    def _learn_output(self, reservation: Reservation, finished: ev.Finished) -> None:
+        timings, tokens = finished.timings_ms or {}, finished.output_tokens or 0
+        if finished.outcome == "OK" and reservation.sequences == 1 and (first_ms := timings.get("first_token")):
+            seconds = (timings.get("done", 0.0) - first_ms) / 1e3
+            hardware = self._hardware(reservation.instance_id)
+            self._output_times.answered(reservation.pool, hardware, seconds, tokens - 1)
+
+    def _hardware(self, instance_id: str) -> str:
+        record = self._instances.get(instance_id)
+        return record.info.hardware if record is not None else ""
+
 
 def placed_effect(decision: Decision, index: int, gateway_id: str) -> ev.Placed:
     """Return the effect that sends step `index` of a decision to the gateway."""
     steps = decision.result.steps
     last = index == len(steps) - 1 and steps[index].kind is StepKind.SERVE
     return ev.Placed(decision.request.request_id, decision, index, steps[index], last, gateway_id)
-
-
-def _output_s(request: PlacementRequest, step: Step) -> float | None:
-    """Return how long after its first token a step's first byte comes, s: 0 if answers are streamed; None if nothing is known of
-    it, since it waits for another instance's KV."""
-    if step.kv_source:
-        return None
-    if request.streamed or step.kind is StepKind.PREFILL:
-        return 0.0
-    return (request.max_output_tokens or UNBOUNDED_TOKENS) * OUTPUT_TOKEN_S
 
 
 def kv_target(steps: Sequence[Step], index: int) -> str:
