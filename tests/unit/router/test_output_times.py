@@ -32,9 +32,10 @@ def test_an_answer_that_its_client_reads_slowly_counts_like_any_other() -> None:
     assert before < times.token_s("m", "") < 1.1 * before
 
 
-def silent_after(state_: RouterState, name: str, since: float, **asked: int) -> int:
+def silent_after(state_: RouterState, name: str, since: float, max_output_tokens: int = 0) -> int:
     """Place a request whose answer is not streamed, and return after how many seconds its engine counts as silent."""
-    assert isinstance(place(state_, request(name, tokens=100, **asked), since), ev.Placed)
+    asked = request(name, tokens=100, max_output_tokens=max_output_tokens)
+    assert isinstance(place(state_, asked, since), ev.Placed)
     for second in range(1_000):
         state_.handle(ev.Tick(), since + second)
         if any(record.life.opened for record in state_.instances.records()):
