@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from pointsman_router.core.learning.pool_facts import LEARNED_AFTER, LEAST_KEPT_
 from pointsman_router.core.placement_types import Decision, KvRole, KvTransfer, Load, PoolFacts
 from pointsman_router.core.policy.auto import AdmissionChoice, Auto, admission_choice
 from pointsman_router.core.policy.base import Policy
-from pointsman_router.core.policy.foresight import NO_WAIT_LIMIT, Foresight
+from pointsman_router.core.policy.foresight import Foresight
 from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.policy.unified import Unified
 from pointsman_router.core.router_state import RouterState
@@ -22,15 +21,7 @@ from pointsman_router.io.convert.operator_messages import admission_status
 from tests.support.router_values import join, place, request, set_policy, state
 
 KNOWN = PoolFacts(instances=4, exact=4, learned=4, mean_cost=5.0)
-LONGER = Foresight(
-    interference=0.2,
-    remainder_weight=1.0,
-    lost_cache_weight=0.6,
-    ageing_rate=1.0,
-    slice_factor=0.15,
-    slice_growth=0.5,
-)
-OURS = dataclasses.replace(LONGER, ageing_rate=0.4, slice_growth=1.0, light_factor=4.0)
+OURS = Foresight()
 
 
 @pytest.mark.parametrize(
@@ -43,8 +34,7 @@ OURS = dataclasses.replace(LONGER, ageing_rate=0.4, slice_growth=1.0, light_fact
         (replace(KNOWN, exact=1, learned=1), Unified(), "few_exact_prefixes"),
         (replace(KNOWN, mean_cost=0.5), OURS, "times_predictable"),
         (replace(KNOWN, mean_cost=0.4), Unified(), "prefills_short"),
-        (replace(KNOWN, mean_cost=8.0), LONGER, "prefills_longer"),
-        (replace(KNOWN, mean_cost=19.9), LONGER, "prefills_longer"),
+        (replace(KNOWN, mean_cost=19.9), OURS, "times_predictable"),
         (replace(KNOWN, mean_cost=20.0), Unified(), "prefills_long"),
         (PoolFacts(3, 3, 3, mean_cost=5.0), OURS, "times_predictable"),
         (PoolFacts(2, 2, 2, mean_cost=0.4), Unified(), "prefills_short"),
@@ -82,11 +72,7 @@ def test_sessions_are_admitted_by_the_setting_or_where_auto_takes_foresight(
 @pytest.mark.parametrize(
     ("facts", "policy"),
     [
-        (KNOWN, dataclasses.replace(OURS, light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT)),
-        (
-            replace(KNOWN, mean_cost=8.0),
-            dataclasses.replace(LONGER, light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT),
-        ),
+        (KNOWN, OURS.without_holds()),
         (replace(KNOWN, learned=1), Unified()),
     ],
 )

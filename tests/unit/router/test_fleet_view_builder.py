@@ -246,7 +246,7 @@ def test_some_of_the_open_prefills_are_listed_and_all_are_counted(events: list[t
             elif kind == "m":
                 open_.prefilled(name, computed)
             elif kind == "f":
-                open_.first_token(name)
+                open_.first_token(name, 1.0)
             else:
                 open_.release(name)
             open_.check_invariants()

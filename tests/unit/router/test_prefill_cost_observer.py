@@ -33,7 +33,7 @@ class Watched:
         reservation = self.reservations.get(name)
         assert reservation is not None
         self.observer.done(reservation, self.info, now, doubtful=False)
-        self.reservations.first_token(name)
+        self.reservations.first_token(name, now)
 
     def end(self, name: str, now: float) -> None:
         reservation = self.reservations.release(name)

@@ -128,7 +128,7 @@ def test_sums_follow_reservations_of_several_sequences() -> None:
     assert reservations.num_prefills("i") == 11
     reservations.prefilled("a", 50)
     assert reservations.num_prefills("i") == 11, "it has no first token yet"
-    reservations.first_token("c")
+    reservations.first_token("c", 1.0)
     reservations.check_invariants()
     assert (reservations.num_prefills("i"), reservations.counters("i").ongoing_decode_tokens) == (4, 700)
     for name in "abc":

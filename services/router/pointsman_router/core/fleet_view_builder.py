@@ -350,6 +350,7 @@ class FleetViewBuilder:
             hardware=info.hardware,
             unlisted=unlisted,
             unlisted_remainders=unlisted_remainders,
+            answer_began_at=self._reservations.answer_began_at(info.instance_id),
         )
 
     def _refresh(self, record: InstanceRecord, now: float) -> CandidateSnapshot:

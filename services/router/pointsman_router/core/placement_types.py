@@ -329,6 +329,9 @@ class PrefillBacklog(msgspec.Struct, frozen=True, gc=False):
     hardware: str = ""  # the key of the instance's curve in FleetView.curves
     unlisted: PrefillSums = NO_PREFILLS  # the sums of the prefills that are not in `queue`
     unlisted_remainders: PrefillSums = NO_PREFILLS  # the sums of the parts that are not in `remainders`
+    # When an answer last began here, s on the view's clock. Unset where nothing is known of it, so that records of earlier
+    # versions have the digests that they had.
+    answer_began_at: float | UnsetType = UNSET
 
 
 NO_BACKLOG = PrefillBacklog()

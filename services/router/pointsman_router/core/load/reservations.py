@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from pointsman_router.core.kv_load import NO_LOAD, KvLoad
@@ -173,6 +174,8 @@ class Reservations:
         self._pending: dict[str, _Prefills[tuple[int, int]]] = {}
         # Instance -> its open prefills whose prompts have a remainder that is placed later.
         self._partial: dict[str, _Prefills[tuple[str, int, int]]] = {}
+        # Instance with open requests -> when one of its answers began last, s.
+        self._answer_began: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -261,7 +264,11 @@ class Reservations:
         """Return the open reservations of one pool. O(open reservations)."""
         return [reservation for reservation in self._open.values() if reservation.pool == pool]
 
-    def first_token(self, request_id: str) -> Reservation | None:
+    def answer_began_at(self, instance_id: str) -> float | UnsetType:
+        """Return when one of the instance's answers began last, in s; unset if it has no open request since then."""
+        return self._answer_began.get(instance_id, UNSET)
+
+    def first_token(self, request_id: str, now: float) -> Reservation | None:
         """Move a request from prefill to decode and return its reservation; None (no effect) if it is unknown or in decode.
         Mutates."""
         reservation = self._open.get(request_id)
@@ -269,6 +276,7 @@ class Reservations:
             return None
         moved = replace(reservation, phase=Phase.DECODE)
         self.put(moved)
+        self._answer_began[moved.instance_id] = now
         return moved
 
     def prefilled(self, request_id: str, tokens: int) -> Reservation | None:
@@ -305,6 +313,7 @@ class Reservations:
             if not counters.num_requests:
                 del self._counters[reservation.instance_id]
                 del self._of_instance[reservation.instance_id]
+                self._answer_began.pop(reservation.instance_id, None)
             if (waiting := self._prefilling.get(reservation.instance_id)) is not None:
                 if waiting.pop(request_id, None) is not None:
                     self._count_sequences(reservation, -1)
@@ -375,6 +384,7 @@ class Reservations:
                 {reservation.request_id: reservation.remainder for reservation in here if reservation.remainder[1] > 0},
             )
         assert self._pending.keys() | self._partial.keys() <= self._prefilling.keys()
+        assert self._answer_began.keys() <= self._counters.keys()
         assert self._sequences.keys() == self._prefilling.keys()
 
 

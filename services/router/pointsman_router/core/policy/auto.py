@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from msgspec import structs
@@ -13,18 +13,7 @@ from pointsman_router.core.policy.base import Policy, TakenPolicy
 from pointsman_router.core.policy.foresight import Foresight
 from pointsman_router.core.policy.unified import Unified
 
-# `foresight` for those who choose nothing, so that no measure becomes much worse: higher prices on slowing down running answers
-# and shorter slices than by default, for TPOT, and for the longest TTFT more weight on caches, and slices that grow.
-_FORESIGHT = Foresight(
-    interference=0.2,
-    remainder_weight=1.0,
-    lost_cache_weight=0.6,
-    ageing_rate=1.0,
-    slice_factor=0.15,
-    slice_growth=0.5,
-)
-# Where prefills are shorter, few prompts are so long that slices of them gain more than they cost these prompts.
-_FEWER_SLICES = replace(_FORESIGHT, ageing_rate=0.4, slice_growth=1.0, light_factor=4.0)
+_FORESIGHT = Foresight()
 _UNIFIED = Unified()
 # Minimum share of a pool's instances with exact prefixes, and of those with a learned curve, for `foresight`. Below 1, since in
 # a large pool some instance always starts or is resynchronised.
@@ -32,15 +21,14 @@ KNOWN_SHARE = 0.5
 # Minimum number of instances for `foresight` and for the admission of sessions. With two, TTFT p99 varies so much between draws
 # that 20 of them do not exclude a change of +24 % against `unified`.
 FEW_INSTANCES = 3
-# Mean costs of a prefill, as multiples of that of a cold prompt of LIGHT_NEW_TOKENS: below the first `unified` is taken, from it
-# on `foresight` with fewer slices, from the second on `foresight` with more, and from the third on `unified` again.
-SHORT_COST, LONGER_COST, LONG_COST = 0.5, 8.0, 20.0
+# Mean costs of a prefill, as multiples of that of a cold prompt of LIGHT_NEW_TOKENS: `foresight` is taken from the first on and
+# below the second, and `unified` elsewhere.
+SHORT_COST, LONG_COST = 0.5, 20.0
 
 _BY_PREFIXES = TakenPolicy(_UNIFIED, "few_exact_prefixes", provisional=True)
 _BY_CURVE = TakenPolicy(_UNIFIED, "curve_not_learned", provisional=True)
 _SHORT = TakenPolicy(_UNIFIED, "prefills_short")
-_MEDIUM = TakenPolicy(_FEWER_SLICES, "times_predictable", admits_sessions=True)
-_LONGER = TakenPolicy(_FORESIGHT, "prefills_longer", admits_sessions=True)
+_PREDICTABLE = TakenPolicy(_FORESIGHT, "times_predictable", admits_sessions=True)
 _LONG = TakenPolicy(_UNIFIED, "prefills_long", admits_sessions=True)
 _FEW = TakenPolicy(_UNIFIED, "few_instances")
 
@@ -57,9 +45,7 @@ class Auto(Policy):
         4. `unified`, if the pool has fewer than 3 instances: with two, the longest TTFT varies too much to be sure of it
         5. `unified`, if the mean prefill costs 20 times as much or more: then slices of one prompt slow down the answers of all
            others
-        6. `foresight` with interference=0.2, remainder_weight=1, lost_cache_weight=0.6, ageing_rate=1, slice_factor=0.15 and
-           slice_growth=0.5, if it costs 8 times as much or more
-        7. `foresight` with these, but ageing_rate=0.4, slice_growth=1 and light_factor=4
+        6. `foresight`, with its own settings
     What is known must ask for another choice for 10 s, and a choice is kept for 60 s, before it changes; the mean prefill must be
     10 % beyond a bound. Sooner: a pool's first change.
     Then the request is decided as under that policy, also its hold, and the rest of a prompt of which slices are computed. Each
@@ -69,7 +55,7 @@ class Auto(Policy):
         `foresight`'s: `at_once`, `held`, `slice`, `last_part`, `fetch`, `awaits_kv`
         `unified`'s: `session_affinity`, `least_load_x_work`, `ceiling_changed_choice`
         of the choice: `few_exact_prefixes` (1), `curve_not_learned` (2), `prefills_short` (3),
-            `few_instances` (4), `prefills_long` (5), `prefills_longer` (6), `times_predictable` (7)
+            `few_instances` (4), `prefills_long` (5), `times_predictable` (6)
     Source: Pointsman's own study (docs/findings.md).
     """
 
@@ -92,7 +78,7 @@ class Auto(Policy):
             return _FEW
         if facts.mean_cost >= LONG_COST:
             return _LONG
-        return _LONGER if facts.mean_cost >= LONGER_COST else _MEDIUM
+        return _PREDICTABLE
 
     def without_holds(self, facts: PoolFacts) -> Policy:
         """Return the policy that is taken, without its holds."""

@@ -16,6 +16,7 @@ from pointsman_router.core.placement_types import (
     PlacementRequest,
     PolicyResult,
     PoolFacts,
+    PrefillBacklog,
 )
 from pointsman_router.core.policy.base import Policy, fetch_of, hold, rotated, serve, setting, slice_of
 from pointsman_router.core.policy.prefills_ahead import prefills_ahead
@@ -26,6 +27,9 @@ AT_ONCE, SLICE, LAST_PART, HELD = "at_once", "slice", "last_part", "held"
 FETCH, AWAITS_KV = "fetch", "awaits_kv"
 # Share of a slice: a shorter rest of the prompt is computed together with the slice before it.
 SMALL_REST = 0.25
+# Predicted time to the first token of a heavy prompt, as a multiple of its cost without any cache, from which on no answer delays
+# it further.
+MAX_STRETCH = 1.15
 # Factor, in multiples of the mean request cost, that stands for no limit of a wait.
 NO_WAIT_LIMIT = 1e6
 
@@ -38,7 +42,7 @@ class Foresight(Policy):
         wait_i + C_i
         + lost_cache_weight * (C_i - min C)
         + remainder_weight * idle * rest_i
-        + (interference + busy_interference * (1 - idle)) * computed C_i * decodes_i
+        + (interference + busy_interference * (1 - idle)) * computed C_i * decodes_i, except where slices of it are computed
         + overflow_factor * u, if i's KV cache would not hold all open prompts
     Terms:
         C_i: the seconds in which i has the prompt: the curve's for the tokens that i computes, and those of loading KV from i's
@@ -52,16 +56,18 @@ class Foresight(Policy):
         idle: share of instances without prefills, 0 to 1
     When the request goes, and how much of it:
         light (min C <= light_factor * u): at once iff wait_i <= light_wait_factor * u, or wait_i < half of what is open on i
-        heavy: iff the work ahead of it on i takes at most heavy_wait_factor * u. This work is the open prefills, and the rests
-            of heavy prompts with less left than this one. Then slice_factor * u seconds of the prompt go, and the rest is
-            decided anew
+        heavy: iff the open prefills on i, and the rests there that go before it, take at most heavy_wait_factor * u, and no new
+            answer goes first. Then slice_factor * u seconds of the prompt go, and the rest is decided anew
         else held; the least min C / ageing_rate - age, in s, is first
-    So an instance has one heavy prompt at a time, the one with the least left, and light ones go between its slices. This also
-    holds for engines that cut long prompts into chunks themselves: a prompt that is alone there gets whole steps, which may take
-    seconds. On such an engine a prompt of n tokens waits, for each prompt before it, for min(the rest of that prompt,
-    ceil(n / limit) chunks of it). A light prompt longer than a chunk waits as heavy ones do, and then goes whole. When a request
-    goes to an instance that is to fetch, the fetch goes first, and the rest is decided anew. The figures are u, and wait and C of
-    the chosen instance, and how much of C is the fetch.
+    A heavy prompt that has begun goes on before all heavy prompts that have not; of two that have begun, the one with less left.
+    An answer that began on i in the last answer_factor * u seconds goes before a slice if C_i > 2 * light_factor * u, while
+    age + C_i is at most 1.15 times the cost of the prompt without any cache.
+    So an instance has one heavy prompt at a time, light ones go between its slices, and short answers to these get their tokens
+    before the next slice. This also holds for engines that cut long prompts into chunks themselves: a prompt that is alone there
+    gets whole steps, which may take seconds. On such an engine a prompt of n tokens waits, for each prompt before it, for
+    min(the rest of that prompt, ceil(n / limit) chunks of it). A light prompt longer than a chunk waits as heavy ones do, but not
+    for prompts with more left, and then goes whole. When a request goes to an instance that is to fetch, the fetch goes first,
+    and the rest is decided anew. The figures are u, and wait and C of the chosen instance, and how much of C is the fetch.
 
     Reasons: `at_once`, `held`, `slice`, `last_part`, `fetch`, `awaits_kv`.
     Source: Pointsman's own study (docs/findings.md).
@@ -93,7 +99,11 @@ class Foresight(Policy):
         0.2, 0.0, 1e6, "maximum work ahead of a heavy request, in multiples of the mean request cost"
     )
     # s per s; the queue penalty is min C / ageing_rate
-    ageing_rate: float = setting(0.1, 1e-3, 1e6, "seconds of cost that a second of waiting offsets in the queue")
+    ageing_rate: float = setting(1.0, 1e-3, 1e6, "seconds of cost that a second of waiting offsets in the queue")
+    # times u, since an answer began on the chosen instance
+    answer_factor: float = setting(
+        0.6, 0.0, 1e6, "time that a new answer has before the next slice, in multiples of the mean request cost"
+    )
     # s per s of C_i - min C
     lost_cache_weight: float = setting(
         0.3, 0.0, 1e6, "penalty per second of prefill that the best cached instance would save"
@@ -124,6 +134,7 @@ class Foresight(Policy):
         ways = Ways(request, view, eligible, self.fetch_min_tokens)
         own = ways.seconds
         least = min(own)
+        light = least <= self.light_factor * unit
         unseen = view.unseen
         without_prefill = sum([not candidate.prefill_backlog.requests for candidate in eligible])
         idle = (without_prefill + unseen.instances - unseen.prefilling) / (len(eligible) + unseen.instances)
@@ -160,7 +171,6 @@ class Foresight(Policy):
         if best_way.prefix_tokens and not best_way.source and self.light_wait_factor < NO_WAIT_LIMIT:
             held = hold(AWAITS_KV, scores=scores, queue_penalty_s=queue_penalty, waits_for=best.instance_id)
             return structs.replace(held, figures=figures)
-        light = least <= self.light_factor * unit
         # On an engine that cuts prompts, a prompt of several chunks slows all prompts computed beside it, and is slowed by them.
         passes = light and not 0 < best.prefill_backlog.chunk_limit < best_way.new_tokens
         if not unit or (passes and (wait <= self.light_wait_factor * unit or wait < 0.5 * backlog)):
@@ -168,7 +178,9 @@ class Foresight(Policy):
             if best_way.source:
                 result = fetch_of(best, best_way.prefix_tokens, best_way.source, FETCH, scores)
             return structs.replace(result, figures=figures)
-        if passes or backlog + _less_left(request, best, best_way.computes_s, curve) > self.heavy_wait_factor * unit:
+        cost = best_way.computes_s
+        ahead = backlog + _before_s(request, best, cost, curve, light=light)
+        if passes or ahead > self.heavy_wait_factor * unit or self._answer_first(request, best, cost, curve, view):
             held = hold(HELD, scores=scores, queue_penalty_s=queue_penalty, waits_for=best.instance_id)
             return structs.replace(held, figures=figures)
         if best_way.source:
@@ -180,7 +192,7 @@ class Foresight(Policy):
 
     def without_holds(self, facts: PoolFacts = NO_FACTS) -> Policy:
         """Return the same policy with unlimited waits, which holds no request."""
-        return replace(self, light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT)
+        return replace(self, light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT, answer_factor=0.0)
 
     def _load(
         self,
@@ -193,17 +205,28 @@ class Foresight(Policy):
         idle: float,
     ) -> float:
         """Return what an instance's other requests add to its score, s. It computes `new_tokens` in `computes_s`."""
-        work = candidate.prefill_backlog
-        interference = self.interference + self.busy_interference * (1.0 - idle)
-        added = interference * computes_s * max(candidate.num_requests - work.requests, 0)
+        work, added = candidate.prefill_backlog, 0.0
+        # A prompt that has begun would lose what is computed of it, and its answers there would see another prompt begin.
+        if not _has_begun(request, work):
+            interference = self.interference + self.busy_interference * (1.0 - idle)
+            added = interference * computes_s * max(candidate.num_requests - work.requests, 0)
         if work.queue:
             added += prefills_ahead(work, curve, new_tokens, now)[1]
         if work.remainders and idle:
-            remainders = [
-                curve.cost_s(left, there) for who, left, there in work.remainders if who != request.request_id
-            ]
-            added += self.remainder_weight * idle * (sum(remainders) + curve.sums_s(work.unlisted_remainders))
+            added += self.remainder_weight * idle * _rests_s(request, work, curve)
         return added
+
+    def _answer_first(
+        self, request: PlacementRequest, candidate: Candidate, cost: float, curve: PrefillCurve, view: FleetView
+    ) -> bool:
+        """Return whether a new answer of an instance goes before the prompt, which takes `cost` s there: a short one then has all
+        its tokens, instead of one for each slice."""
+        unit, work = _mean_cost_s(view), candidate.prefill_backlog
+        if work.answer_began_at is UNSET or candidate.num_requests <= work.requests:
+            return False
+        if cost <= 2.0 * self.light_factor * unit or view.now - work.answer_began_at >= self.answer_factor * unit:
+            return False
+        return request.age_s + cost <= MAX_STRETCH * curve.cost_s(request.input_tokens, 0)
 
     def _slice(self, request: PlacementRequest, candidate: Candidate, curve: PrefillCurve, unit: float) -> int:
         """Return the length of the prefix that the instance has after the next slice, in tokens; 0: the whole rest goes at
@@ -211,7 +234,6 @@ class Foresight(Policy):
         if not self.slice_factor:
             return 0
         there = candidate.present_tokens
-        # Behind each slice others go first, so in slices of one length the longest prompts of a busy instance wait most of all.
         seconds = self.slice_factor * unit + self.slice_growth * request.age_s
         tokens = max(curve.tokens_in(seconds, there), self.slice_min_tokens)
         tokens = min(tokens, request.sliceable_tokens - there)
@@ -222,17 +244,34 @@ class Foresight(Policy):
         return end if end <= request.sliceable_tokens and end < request.input_tokens else 0
 
 
-def _less_left(request: PlacementRequest, candidate: Candidate, cost: float, curve: PrefillCurve) -> float:
-    """Return the seconds left of other prompts on the instance that have less left than this one, which takes `cost` s there.
+def _has_begun(request: PlacementRequest, work: PrefillBacklog) -> bool:
+    """Return whether slices of the prompt are computed on the instance."""
+    return any(who == request.request_id for who, *_ in work.remainders)
 
-    Prompts that alternated slice by slice would all end when the last one does. So one of two prompts is always first. Both are
-    compared by what was left after their last slices there: otherwise each could wait for the other because its own part was
-    evicted. Prompts that are not listed all count as their mean.
+
+def _rests_s(request: PlacementRequest, work: PrefillBacklog, curve: PrefillCurve) -> float:
+    """Return the seconds left of other prompts of which slices are computed on an instance."""
+    rests = [curve.cost_s(left, there) for who, left, there in work.remainders if who != request.request_id]
+    return sum(rests) + curve.sums_s(work.unlisted_remainders)
+
+
+def _before_s(
+    request: PlacementRequest, candidate: Candidate, cost: float, curve: PrefillCurve, *, light: bool
+) -> float:
+    """Return the seconds left of other prompts on the instance that go before this one, which takes `cost` s there.
+
+    Those are all if it is a heavy one that has not begun: if it could go first since it has less left, the longest prompts would
+    wait for all that come. Otherwise they are those with less left: prompts that alternated slice by slice would all end when the
+    last one does. Both are compared by what was left after their last slices there: otherwise each could wait for the other
+    because its own part was evicted. Prompts that are not listed all count as their mean.
     """
-    remainders = {who: curve.cost_s(left, there) for who, left, there in candidate.prefill_backlog.remainders}
-    cost = min(cost, remainders.pop(request.request_id, cost))
-    less = sum([rest for rest in remainders.values() if rest < cost])
-    others = candidate.prefill_backlog.unlisted_remainders
+    work = candidate.prefill_backlog
+    if not light and not _has_begun(request, work):
+        return _rests_s(request, work, curve)
+    rests = {who: curve.cost_s(left, there) for who, left, there in work.remainders}
+    cost = min(cost, rests.pop(request.request_id, cost))
+    less = sum([rest for rest in rests.values() if rest < cost])
+    others = work.unlisted_remainders
     return less + curve.sums_s(others) if others.prefills and curve.cost_s(*others.mean()) < cost else less
 
 

@@ -51,7 +51,6 @@ REASONS = {
     "few_exact_prefixes": "fewer than half of the instances report KV events that can be used",
     "curve_not_learned": "the prefill curve of most instances is not learned yet",
     "few_instances": "the pool has so few instances that the longest waits vary much",
-    "prefills_longer": "times can be predicted, and the mean prefill is so long that prompts go in more slices",
     "prefills_short": "the mean prefill is so short that prefills hardly wait for each other",
     "prefills_long": "the mean prefill is so long that slices of prompts would slow down all answers",
     # Other routers' scores

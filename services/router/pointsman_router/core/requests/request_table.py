@@ -245,7 +245,7 @@ class RequestTable:
         reservation, prompt = self._prefilled(state, now)
         self._prefix_knowledge.first_token(prompt, now)
         state.happened(FIRST_TOKEN, now)
-        moved = state.reservation = self._reservations.first_token(reservation.request_id)
+        moved = state.reservation = self._reservations.first_token(reservation.request_id, now)
         assert moved is not None
         return moved
 
