@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from pointsman_common.core.key_report_types import Delta
@@ -392,4 +393,27 @@ def test_what_is_left_of_a_prompt_between_its_slices_is_seen() -> None:
     made.handle(ev.Finished("long", "CANCELLED"), 3.0)
     gone = seen(3.0)
     assert (gone.remainders, gone.requests) == ((), 0)
+    made.check_invariants()
+
+
+def test_when_an_answer_last_began_is_seen_while_the_instance_has_open_requests() -> None:
+    made = router()
+    for name in ("first", "second"):
+        place(made, request(name, tokens=100, exclude=("b",)), 1.0)
+
+    def seen(now: float) -> float | UnsetType:
+        decision = made.explain(request("?", tokens=100), now)
+        assert isinstance(decision, Decision)
+        found = decision.view.find("a")
+        assert found is not None
+        return found.prefill_backlog.answer_began_at
+
+    assert seen(1.0) is UNSET
+    made.handle(ev.FirstToken("first"), 2.0)
+    made.handle(ev.FirstToken("second"), 3.0)
+    assert seen(3.0) == 3.0
+    made.handle(ev.Finished("second", "OK"), 4.0)
+    assert seen(4.0) == 3.0
+    made.handle(ev.Finished("first", "OK"), 5.0)
+    assert seen(5.0) is UNSET
     made.check_invariants()
