@@ -139,6 +139,7 @@ class DefaultCell:
     step_tokens: int = 8_192
     threshold: int = 0
     slow: float = 1.0
+    transfers: bool = False  # whether engines send KV to each other, so that prefixes can be fetched
     changes: Mapping[str, object] = field(default_factory=dict)
 
     def cell(self, policy: str) -> Cell:
@@ -160,6 +161,7 @@ class DefaultCell:
                     long_prefill_token_threshold=self.threshold,
                 ),
                 profile=Profile().slowed(self.slow),
+                kv_transfers=self.transfers,
                 **self.changes,  # type: ignore[arg-type]
             ),
         )
@@ -185,16 +187,18 @@ def default_cells(traces: Path) -> list[DefaultCell]:
         DefaultCell("one-turn chat, knee", one_turn, 1.0),
         DefaultCell("one-turn chat, over the knee", one_turn, 1.3),
         DefaultCell("long prompts", Generated(60, LONG, 300.0), 1.0),
-        DefaultCell("P/D, 2 of 8 only prefill", generated, 0.75, changes={"producers": 2}),
+        DefaultCell("P/D, 2 of 8 only prefill", generated, 0.75, transfers=True, changes={"producers": 2}),
         DefaultCell("approximate prefixes", generated, 0.75, changes={"exact_prefixes": False}),
         DefaultCell("2 instances", Generated(58, AGENTIC), 0.84, instances=2),
         DefaultCell("cold, 40 sessions", Generated(40, AGENTIC, 100.0), 1.0),
         DefaultCell("cold, engines 2.5 times as slow", Generated(40, AGENTIC, 250.0), 1.0, slow=2.5),
         DefaultCell("engines that cut prompts", generated, 1.0, threshold=THRESHOLD),
+        DefaultCell("engines that cut prompts, KV transfers", generated, 1.0, threshold=THRESHOLD, transfers=True),
     ]
     loads = {"light": 0.5, "knee": 1.0, "over the knee": 1.25}
     if agentic.file.exists():
         cells = [DefaultCell(f"agentic, {name}", agentic, rate) for name, rate in loads.items()] + cells
+        cells.append(DefaultCell("agentic, knee, KV transfers", agentic, loads["knee"], transfers=True))
     if chat.file.exists():
         cells += [DefaultCell(f"chat, {name}", chat, rate) for name, rate in loads.items()]
     if agentic.file.exists() and chat.file.exists():
