@@ -78,15 +78,16 @@ async def emulated(count: int, *flags: str) -> AsyncIterator[Judged]:
 
 
 @asynccontextmanager
-async def real(*flags: str, max_model_len: int = 4_096) -> AsyncIterator[Judged]:
-    """Run a vLLM CPU engine with a small random model (`make env-engine`), and a gateway in front of it. `flags` are vLLM's."""
+async def real(*flags: str, max_model_len: int = 4_096, maker: str = "model.py") -> AsyncIterator[Judged]:
+    """Run a vLLM CPU engine with a small random model (`make env-engine`), and a gateway in front of it. `flags` are vLLM's,
+    `maker` is what makes the model (tests/support/engines)."""
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     # A random model ends a forced call only if no blanks are allowed.
     limits = ("--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}))
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         await asyncio.to_thread(stack.enter_context, preloaded(ENGINE_PYTHON, folder))
-        model = await asyncio.to_thread(make_model, folder / "model")
+        model = await asyncio.to_thread(make_model, folder / "model", maker=maker)
         spec = EngineSpec(
             "judged", max_model_len=max_model_len, fixed_event_ports=False, extra_args=(*tools, *limits, *flags)
         )

@@ -6,7 +6,6 @@ Run by the engine's Python: `python coder_model.py FOLDER`.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,12 +24,7 @@ def make_model(folder: Path) -> Path:
     """Write the whole model into `folder` (made when missing) and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     text.make_tokenizer(folder, (*text.SPECIAL, *TOOL_CALL))
-    file = folder / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
-    for token in tokenizer["added_tokens"]:
-        # As Qwen's: they are part of the text.
-        token["special"] = token["content"] not in TOOL_CALL
-    file.write_text(json.dumps(tokenizer))
+    text.make_plain(folder, TOOL_CALL)
     text.make_config(folder, text.text_config())
     text.save_weights(folder, text.text_weights(folder, text.SEED))
     return folder

@@ -107,6 +107,15 @@ def make_tokenizer(folder: Path, special: Sequence[str] = SPECIAL, template: str
         raise ValueError(f"the tokenizer has {known} tokens, the model {VOCAB}")
 
 
+def make_plain(folder: Path, tokens: Sequence[str]) -> None:
+    """Make special tokens of the folder's tokenizer a part of the text, as Qwen's for tool calls are."""
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    for token in tokenizer["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in tokens
+    file.write_text(json.dumps(tokenizer))
+
+
 def text_config() -> dict[str, Any]:
     """The model's config.json."""
     return {
@@ -138,9 +147,9 @@ def make_config(folder: Path, config: dict[str, Any]) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation))
 
 
-def text_weights(folder: Path, seed: int) -> dict[str, Any]:
+def text_weights(folder: Path, seed: int, *, only_words: bool = True) -> dict[str, Any]:
     """Weights by name: float32, random, seeded. Rows of the output head that stand for no whole word of the folder's tokenizer
-    are zero."""
+    are zero if `only_words`."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
@@ -169,12 +178,13 @@ def text_weights(folder: Path, seed: int) -> dict[str, Any]:
         matrix(prefix + "mlp.down_proj.weight", HIDDEN, INTERMEDIATE, gain=2.0)
     scale("model.norm.weight", HIDDEN)
     matrix("lm_head.weight", VOCAB, HIDDEN, gain=4.0)
-    spoken = np.zeros(VOCAB, dtype=bool)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    for word in vocabulary():
-        (token,) = tokenizer.encode(" " + word, add_special_tokens=False).ids
-        spoken[token] = True
-    weights["lm_head.weight"][~spoken] = 0.0
+    if only_words:
+        spoken = np.zeros(VOCAB, dtype=bool)
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        for word in vocabulary():
+            (token,) = tokenizer.encode(" " + word, add_special_tokens=False).ids
+            spoken[token] = True
+        weights["lm_head.weight"][~spoken] = 0.0
     return weights
 
 

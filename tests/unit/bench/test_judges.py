@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from bench import api_documents, compliance, guidellm, keepalive
+from bench import api_documents, compliance, guidellm, keepalive, tool_calls
+from bench.calling_clients import Turn
 from tests.support.waiting import eventually
 
 FOUND: dict[str, Any] = {
@@ -61,6 +62,32 @@ def test_a_case_that_only_the_gateway_fails_is_told() -> None:
     assert "| one | pass | **fail** | fail | fail |" in text
     assert "| `no x` | 0 | 1 | 1 | 1 |" in text
     assert "| Anthropic messages | 2 of 2 | 1 of 2 | 1 of 2 | 1 of 2 |" in text
+
+
+def test_what_of_an_engines_calls_another_answer_lacks_or_changes() -> None:
+    a, b = ("a", '{"x": 1}'), ("b", "{}")
+    own = Turn((a, b), "", "tool_calls")
+    for other, expected in (
+        (own, {}),
+        (Turn((a,), "", "tool_calls"), {"lost": 1}),
+        (Turn((b, a), "", "tool_calls"), {"changed": 2}),
+        (Turn((a, ("b", "{ }")), "", "tool_calls"), {"changed": 1}),
+        (Turn((a, b, b), "", "length"), {"changed": 1, "otherwise": 1}),
+    ):
+        assert +tool_calls.differences(own, other) == Counter(expected)
+    assert own.whole
+    assert not Turn((("a", '{"x": 1'),), "", "length").whole
+
+
+def test_the_page_of_tool_calls_keeps_the_kind_of_engines_that_was_not_asked() -> None:
+    found = {"chat": Counter({"turns": 2_000, "calls": 3, "alone changed": 1})}
+    vllm = tool_calls.section(tool_calls.KINDS["vllm"], found, "1.2")
+    assert "| all | 2,000 | 3 | 0 | 0 | 0 | 0 | 0 | 1 | 0 |" in vllm
+    page = tool_calls.page({"vllm": vllm}, "")
+    assert "An emulated engine" not in page
+    page = tool_calls.page({"emulated": tool_calls.section(tool_calls.KINDS["emulated"], found, "")}, page)
+    assert page.index("## An emulated engine") < page.index("## vLLM")
+    assert page == tool_calls.page({"vllm": vllm}, page)
 
 
 def test_a_row_of_the_load_client_has_all_columns() -> None:
