@@ -152,6 +152,32 @@ def test_a_higher_class_goes_first_and_of_one_class_the_smaller_session() -> Non
     ]
 
 
+def test_a_session_waits_for_smaller_ones_by_the_time_of_its_prefill() -> None:
+    """Attention makes a prompt of twice the length take more than twice the time."""
+    router = fleet(capacity=90_000)
+    ask(router, session("fills", 81_900), 0.0)
+    ask(router, session("large", 40_000, priority=Priority.BATCH), 1.0)
+    ask(router, session("smaller", 20_000, priority=Priority.BATCH), 301.0)
+    assert [held.request.session_id for held in router.parked_requests.queue.order("m")] == ["smaller", "large"]
+
+
+def test_a_session_that_was_admitted_counts_while_its_request_is_held() -> None:
+    """Otherwise all sessions that wait are let in while the policy, or a limit, holds the first of them."""
+    router = state(admission=ON, limits=SaturationLimits(max_requests=1))
+    join(router, "a", 1, kv_capacity_tokens=20_000)
+    ask(router, session("busy", 8_000), 0.0)
+    router.admission.was_parked("m", 0.0)
+    assert not ask(router, session("held", 6_000), 1.0)
+    assert router.held_requests.queue.get("r-held") is not None
+    [parked] = ask(router, session("next", 7_000), 2.0)
+    assert isinstance(parked, ev.Parked)
+    router.check_invariants()
+    router.handle(ev.Finished("r-held", "CANCELLED"), 3.0)
+    router.check_invariants()
+    router.handle(ev.Tick(), 4.0)
+    assert router.parked_requests.queue.get("r-next") is None
+
+
 def test_the_tenant_with_the_least_weighted_size_for_its_weight_goes_first() -> None:
     router = fleet(capacity=90_000)
     ask(router, session("fills", 81_900, tenant="heavy"), 0.0)

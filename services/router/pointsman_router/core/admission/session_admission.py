@@ -21,6 +21,7 @@ from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.load.affinity import Affinity
 from pointsman_router.core.placement_types import Decision, PlacementRequest
+from pointsman_router.core.prefill_curve import PrefillCurve
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.priority import Priority
 
@@ -76,7 +77,7 @@ class PoolAdmission:
     recomputation: Recomputation = field(default_factory=Recomputation)  # by which the pool is armed
     capacity: Capacity = field(default_factory=Capacity)  # as of the last tick; of no instance before the first one
     armed: bool = False  # as of the last tick; without effect where admission does not apply
-    prefill_rate: float = 1.0  # tokens/s of one instance, by its curve's cost per token alone; as of the last tick
+    curve: PrefillCurve = field(default_factory=PrefillCurve)  # of most of its instances; as of the last tick
     stored_at: float = -inf  # when the sums of idle sessions were last given to be stored, s
 
 
@@ -148,8 +149,7 @@ class SessionAdmission:
         state.ledger.advance(now)
         state.capacity = self._capacity.of(pool, self._instances.members(pool, pool))
         state.ledger.hosted_by(max(len(state.capacity.ids), 1))
-        curve = self._prefill_observer.curve(pool, state.capacity.hardware)
-        state.prefill_rate = 1.0 / max(curve.token_s, 1e-9)
+        state.curve = self._prefill_observer.curve(pool, state.capacity.hardware)
         computed, again = state.recomputation.tokens(now)
         thrashes = computed > 0 and again >= ARM_SHARE * computed
         weighted, capacity = state.ledger.weighted(), state.capacity.tokens

@@ -96,6 +96,8 @@ class HoldQueue:
         self._for_room: Counter[tuple[str, str]] = Counter()
         # Pool -> instance -> number of requests that wait for the instance.
         self._held_for: dict[str, Counter[str]] = {}
+        # Pool -> sum of the sizes of the admitted sessions whose requests wait.
+        self._admitted: Counter[str] = Counter()
         self._shares: dict[str, Shares[str]] = {}
         self._orders: dict[str, PoolOrder] = {}
         # (ends_at, request id), earliest end first.
@@ -198,6 +200,10 @@ class HoldQueue:
         """Return the queues in which requests of `pool` wait."""
         return self._orders[pool].queue_keys() if pool in self._orders else set()
 
+    def admitted(self, pool: str) -> int:
+        """Return the tokens of KV that the sessions are to have that were admitted to `pool`, and whose requests wait."""
+        return self._admitted[pool]
+
     @property
     def next_end(self) -> float:
         """When the first of the waiting requests must be answered at the latest; inf if none waits."""
@@ -221,6 +227,10 @@ class HoldQueue:
         waiting = Counter((held.pool, held.waits_for) for held in self if held.waits_for)
         assert waiting == {(pool, name): count for pool, of in self._held_for.items() for name, count in of.items()}
         assert all(self._held_for.values())
+        sizes: Counter[str] = Counter()
+        for held in self:
+            sizes[held.pool] += _admitted_size(held)
+        assert self._admitted == +sizes
         assert self._shares.keys() == self._orders.keys()
         assert sum(map(len, self._orders.values())) == len(self)
         assert self._ends == sorted((held.ends_at, held.request.request_id) for held in self)
@@ -247,6 +257,10 @@ class HoldQueue:
         del self._ends[bisect_left(self._ends, (held.ends_at, held.request.request_id))]
 
     def _count(self, held: HeldRequest, change: int) -> None:
+        if size := _admitted_size(held):
+            self._admitted[held.pool] += change * size
+            if not self._admitted[held.pool]:
+                del self._admitted[held.pool]
         if held.for_room:
             _change(self._for_room, (held.pool, held.request.model), change)
         if held.waits_for:
@@ -278,6 +292,13 @@ def _change(counter: Counter[_Name], name: _Name, change: int) -> None:
     counter[name] += change
     if not counter[name]:
         del counter[name]
+
+
+def _admitted_size(held: HeldRequest) -> int:
+    """Return the size of the session that an admission let in with this request; 0 if the session is counted already, since a
+    part of the prompt is computed."""
+    record = held.request.admitted
+    return record.view.size if record is not None and not held.previous_id else 0
 
 
 def with_compact_keys(request: PlacementRequest) -> PlacementRequest:

@@ -6,7 +6,7 @@ client asks again within KEEP_AGE_S, the session keeps its age, and so its turn.
 owner or the request's gateway is lost, the gateway or the client asks again.
 
 The order is that of fair_order.py, with a session's size as the cost: by class, then the tenant whose sessions have the least
-weighted size for its weight, then the least SIZE_WEIGHT x size / prefill rate - age.
+weighted size for its weight, then the least SIZE_WEIGHT x prefill time - age. The prefill time is that of what no cache has.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from pointsman_router.core.requests.request_table import RequestTable
 # Limits of a pool's parked requests: their number, and one tenant's share of it while others want to wait.
 PARKED = QueueSettings(size=16_384, tenant_share=0.25)
 PARKED_REASON = "session_parked"
-# How many times as long as its prefill a session takes KV from others, in the order of parked requests. With 1, the order is
-# nearly that of arrival; with 20, a burst of coding agents had a third fewer sessions refused (docs/findings.md).
-SIZE_WEIGHT = 20.0
+# How much longer a session waits for others for each second of its prefill, in the order of parked requests, s. With 1, the order
+# is nearly that of arrival.
+SIZE_WEIGHT = 100.0
 # How long a session that was not let in keeps its age, s, and the maximum number of such sessions.
 KEEP_AGE_S, MAX_AGES = 600.0, 50_000
 # How long what the first parked request would add is not computed again, s.
@@ -124,7 +124,7 @@ class ParkedRequests:
             return None
         newness = self._admission.newness(request, pool, now, dry=dry)
         bound_s = self._bound_s(request)
-        view = self._admission.view(pool, newness, now, before=before, waited_s=request.parked_s, bound_s=bound_s)
+        view = self._view(pool, newness, now, before=before, waited_s=request.parked_s, bound_s=bound_s)
         return AdmissionRecord(view, decide_admission(view))
 
     def let_in(self, pools: Iterable[str], now: float) -> list[ev.Effect]:
@@ -145,7 +145,7 @@ class ParkedRequests:
                 if (head := self._first_with_place(pool, full, no_room, now)) is None:
                     break
                 request = _asked(head, now)
-                view = self._admission.view(
+                view = self._view(
                     pool, self._newness(head, now), now, waited_s=request.parked_s, bound_s=self._bound_s(request)
                 )
                 verdict = decide_admission(view)
@@ -200,6 +200,15 @@ class ParkedRequests:
 
     # ---- one request ----
 
+    def _view(
+        self, pool: str, newness: Newness, now: float, *, before: int = 0, waited_s: float = 0.0, bound_s: float = 0.0
+    ) -> AdmissionView:
+        """Return what an admission is decided on. Sessions that were admitted and whose requests are held count as well: while
+        the policy holds one, many others may come to be let in."""
+        view = self._admission.view(pool, newness, now, before=before, waited_s=waited_s, bound_s=bound_s)
+        held = self._room.held.admitted(pool)
+        return replace(view, weighted=view.weighted + held) if held else view
+
     def _bound_s(self, request: PlacementRequest) -> float:
         bound_s = self._admission.settings.bound_s(request.priority)
         if request.ttft_deadline_s is not None:
@@ -226,7 +235,7 @@ class ParkedRequests:
             reason=PARKED_REASON,
             new_tokens=view.size,
             for_room=False,
-            queue_penalty_s=SIZE_WEIGHT * view.size / state.prefill_rate,
+            queue_penalty_s=SIZE_WEIGHT * state.curve.cost_s(view.size, 0),
             asked_at=asked,
             parked=True,
             tenant_load=state.ledger.of_tenant(request.tenant) / request.weight,
@@ -260,7 +269,7 @@ class ParkedRequests:
         self._requests.leave_queue(held.request.request_id)
         self._refusals.parked.waited(held.pool, held.request.priority, waited_s, now)
         bound_s = held.answer_by - held.asked_at
-        view = self._admission.view(
+        view = self._view(
             held.pool, Newness("", held.new_tokens), now, before=place - 1, waited_s=waited_s, bound_s=bound_s
         )
         verdict = decide_admission(view)
