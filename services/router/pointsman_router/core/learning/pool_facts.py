@@ -20,7 +20,8 @@ from pointsman_router.core.policy.base import TakenPolicy
 
 # Maximum age of facts that are used again, s. A count over a thousand instances takes about a millisecond.
 MAX_AGE_S = 1.0
-# Samples from which a prefill curve counts as learned. Its scale, which the default curve lacks, is known after a dozen prefills.
+# Samples from which a prefill curve counts as learned, and requests of its pool: the scale, which the default curve lacks, is
+# known after a dozen prefills, and so is the mean request.
 LEARNED_AFTER = 12
 # How long facts must ask for another policy without interruption before it is taken, s. A resynchronisation takes less.
 SETTLE_S = 10.0
@@ -45,20 +46,23 @@ class PoolFactsCounter:
         instances = exact = learned = 0
         mean_cost = 0.0
         observer, work = self._prefill_observer, self._prefill_observer.mean_work(pool)
+        record = observer.mean_work_record(pool)
+        # One long prompt among the first ones would decide for a minute.
+        counted = record is not None and record.requests >= LEARNED_AFTER
         kinds: dict[str, tuple[bool, float]] = {}
-        for record in self._instances.members(pool, pool):
-            if record.state is not InstanceState.READY or record.info.produces_only:
+        for instance in self._instances.members(pool, pool):
+            if instance.state is not InstanceState.READY or instance.info.produces_only:
                 continue
-            hardware = record.info.hardware
+            hardware = instance.info.hardware
             if hardware not in kinds:
                 curve = observer.curve(pool, hardware)
                 cost = curve.work_s(work) / curve.cost_s(LIGHT_NEW_TOKENS, 0) if work.tokens else 0.0
-                kinds[hardware] = observer.samples(pool, hardware) >= LEARNED_AFTER, cost
+                kinds[hardware] = counted and observer.samples(pool, hardware) >= LEARNED_AFTER, cost
             instances += 1
-            source, trust = self._prefix_knowledge.source(record, now), record.trust
+            source, trust = self._prefix_knowledge.source(instance, now), instance.trust
             # Before the first answer that confirms or contradicts an instance's events, they are expected to be right: so neither
             # a pool that begins nor an instance that restarts has another policy until then.
-            expected = record.follows_events and record.sync.live and not trust.losses
+            expected = instance.follows_events and instance.sync.live and not trust.losses
             exact += source is PrefixSource.EVENTS or (source is PrefixSource.APPROXIMATE and expected)
             learned += kinds[hardware][0]
             mean_cost += kinds[hardware][1]
