@@ -21,7 +21,7 @@ from pointsman_router.io.convert.operator_messages import admission_status
 from tests.support.router_values import join, place, request, set_policy, state
 
 KNOWN = PoolFacts(instances=4, exact=4, learned=4, mean_cost=5.0)
-OURS = Foresight(remainder_weight=1.0, answer_factor=1.0)
+OURS = Foresight(remainder_weight=1.0, interference=0.1, answer_factor=1.5)
 
 
 @pytest.mark.parametrize(

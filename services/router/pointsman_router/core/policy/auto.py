@@ -13,8 +13,8 @@ from pointsman_router.core.policy.base import Policy, TakenPolicy
 from pointsman_router.core.policy.foresight import Foresight
 from pointsman_router.core.policy.unified import Unified
 
-# `foresight` for those who choose nothing: with a higher price on answers beside slices, and more time for new answers, for TPOT.
-_FORESIGHT = Foresight(remainder_weight=1.0, answer_factor=1.0)
+# `foresight` for those who choose nothing: with higher prices on answers beside prefills, and more time for new ones, for TPOT.
+_FORESIGHT = Foresight(remainder_weight=1.0, interference=0.1, answer_factor=1.5)
 _UNIFIED = Unified()
 # Minimum share of a pool's instances with exact prefixes, and of those with a learned curve, for `foresight`. Below 1, since in
 # a large pool some instance always starts or is resynchronised.
@@ -47,7 +47,7 @@ class Auto(Policy):
         4. `unified`, if the pool has fewer than 3 instances: with two, the longest TTFT varies too much to be sure of it
         5. `unified`, if the mean prefill costs 20 times as much or more: then slices of one prompt slow down the answers of all
            others
-        6. `foresight` with remainder_weight=1 and answer_factor=1
+        6. `foresight` with remainder_weight=1, interference=0.1 and answer_factor=1.5
     What is known must ask for another choice for 10 s, and a choice is kept for 60 s, before it changes; the mean prefill must be
     10 % beyond a bound. Sooner: a pool's first change.
     Then the request is decided as under that policy, also its hold, and the rest of a prompt of which slices are computed. Each
