@@ -12,7 +12,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from studies import TRACES
 from studies.admission.cells import INSTANCES, plan_cells
 from studies.admission.runs import AdmissionTrial, planned_trials, run_missing
-from studies.admission.section import PLOT, plot, section
+from studies.admission.section import FRONTIER, PLOT, frontier, plot, section
 from studies.command import run_study
 from studies.marked_sections import ADMISSION, write_section
 
@@ -36,7 +36,7 @@ class AdmissionStudySettings(BaseSettings):
         description="file of the trials; trials in it are not run again, so remove it when the code has changed what they show",
     )
     out: Path = Field(
-        Path("docs/findings.md"), description="document with the section's marks; the plot is written beside it"
+        Path("docs/findings.md"), description="document with the section's marks; the plots are written beside it"
     )
 
 
@@ -61,6 +61,7 @@ def run(settings: AdmissionStudySettings) -> None:
     text = section(trials, missing, settings.instances, quick=settings.quick)
     write_section(settings.out, ADMISSION, text)
     settings.out.with_name(PLOT).write_text(plot(trials))
+    settings.out.with_name(FRONTIER).write_text(frontier(trials))
     typer.echo(f"{settings.out}: written from {len(trials)} trials; {missing} planned trials are missing")
 
 

@@ -99,6 +99,7 @@ ADMISSIONS: Mapping[str, Admission] = {
     "Pointsman, 120 s": _router_admits(120.0),
     "Pointsman, 30 s": _router_admits(30.0),
     "Pointsman, 600 s": _router_admits(600.0),
+    "Pointsman, 900 s": _router_admits(900.0),
     "ThunderAgent": Admission("its rule, with its choice of instances", simulation={"lab_admission": "thunderagent"}),
     "CONCUR": Admission("its rule, H_low 0.2", simulation={"lab_admission": "concur"}),
     "CONCUR 0.5": Admission("its rule, H_low 0.5", simulation={"lab_admission": "concur_h50"}),
@@ -127,6 +128,7 @@ PLAN = (
         ("foresight",),
         (NONE, OURS),
     ),
+    (("burst",), ("foresight",), ("Pointsman, 900 s",)),
 )
 
 

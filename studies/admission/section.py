@@ -1,4 +1,4 @@
-"""The section of docs/findings.md on admission, and its plot, from the study's trials. Pure."""
+"""The section of docs/findings.md on admission, and its plots, from the study's trials. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from studies.findings.opening import PLOT_STYLE, as_svg
 from studies.marked_sections import filled_template
 
 TEMPLATE = Path(__file__).with_name("section.md.jinja")
-PLOT = "findings_admission.svg"
+PLOT, FRONTIER = "findings_admission.svg", "findings_admission_frontier.svg"
 # End of the plot's time axis, s.
 PLOT_END_S = 2_400.0
 COLOURS = ("#8a8f98", "#0b6e4f", "#1f6feb", "#b35900", "#8250df", "#c2255c", "#0c8599", "#846a00", "#5c636a", "#d9480f")
@@ -79,6 +79,7 @@ def section(trials: Sequence[AdmissionTrial], missing: int, instances: int = INS
         none=NONE,
         all=ALL,
         plot=PLOT,
+        frontier=FRONTIER,
         confidence=CONFIDENCE,
     )
     return text.strip() + "\n"
@@ -116,6 +117,34 @@ def plot(trials: Sequence[AdmissionTrial], scenario: str = "burst", policy: str 
         lost.set_ylabel("not done, %")
         lost.set_xlabel("minute in which a session started; the burst is shaded")
         figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=5)
+        return as_svg(figure)
+
+
+def frontier(trials: Sequence[AdmissionTrial], scenario: str = "burst", policy: str = "foresight") -> str:
+    """Return an SVG of what each way to admit gives up in a burst: over the share of the burst's sessions that it refuses, their
+    mean time, and the TTFT p90 of their requests."""
+    cells = {name[2]: found for name, found in by_cell(trials).items() if name[:2] == (scenario, policy)}
+    with mpl.rc_context(PLOT_STYLE):
+        figure = Figure(figsize=(9.6, 4.2), layout="constrained")
+        measures = {"time_mean_s": "mean session time, s", "ttft_p90_s": "TTFT p90, s"}
+        for axes, (measure, label) in zip(figure.subplots(1, 2), measures.items(), strict=True):
+            for colour, name in zip(COLOURS, sorted(cells, key=list(ADMISSIONS).index), strict=False):
+                refused, values = (_by_seed(cells[name], "burst", of) for of in ("refused", measure))
+                common = sorted(refused.keys() & values.keys())
+                axes.plot(
+                    [100 * statistics.fmean(refused[seed] for seed in common)] if common else [],
+                    [statistics.fmean(values[seed] for seed in common)] if common else [],
+                    color=colour,
+                    label=name,
+                    marker="o",
+                    linestyle="",
+                )
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
+            axes.set_xlabel("sessions of the burst that are refused, %")
+            axes.set_ylabel(label)
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5)
         return as_svg(figure)
 
 

@@ -143,6 +143,7 @@ def test_a_trial_is_run_once_and_the_section_keeps_its_place(tmp_path: Path) -> 
     for name in ways:
         assert f"| {name} |" in text
     assert "<svg" in (tmp_path / "findings_admission.svg").read_text()
+    assert "<svg" in (tmp_path / "findings_admission_frontier.svg").read_text()
     # A document that does not exist yet has the section alone: hours of trials must not end in an error.
     run(settings.model_copy(update={"out": tmp_path / "new" / "findings.md"}))
     assert (tmp_path / "new" / "findings.md").read_text().strip().startswith("<!-- admission -->\n## Admission")
