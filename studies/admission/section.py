@@ -21,8 +21,10 @@ TEMPLATE = Path(__file__).with_name("section.md.jinja")
 PLOT, FRONTIER = "findings_admission.svg", "findings_admission_frontier.svg"
 # End of the plot's time axis, s.
 PLOT_END_S = 2_400.0
-COLOURS = ("#8a8f98", "#0b6e4f", "#1f6feb", "#b35900", "#8250df", "#c2255c", "#0c8599", "#846a00", "#5c636a", "#d9480f")
-COLOURS += ("#1b1f24",)
+COLOURS = (
+    *("#8a8f98", "#0b6e4f", "#1f6feb", "#b35900", "#8250df", "#c2255c"),
+    *("#0c8599", "#846a00", "#5c636a", "#d9480f", "#1b1f24"),
+)
 
 Trials = Mapping[int, AdmissionTrial]
 
