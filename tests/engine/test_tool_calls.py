@@ -12,7 +12,7 @@ from bench.tool_calls import KINDS, WRONG, loop
 from tests.support.engines.servers import SERVED_NAME, Engine
 from tests.support.processes.control_plane import ControlPlane
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 # As in the bench, but few and short.
 KIND = replace(KINDS["vllm"], turns=2, twice=False)
