@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.decision_replay import differences, redecide
-from pointsman_router.core.learning.pool_facts import LEARNED_AFTER, LEAST_KEPT_S, MAX_AGE_S, SETTLE_S
+from pointsman_router.core.learning.pool_facts import LEARNED_AFTER, LEAST_KEPT_S, MAX_AGE_S, SETTLE_S, SURE_AFTER
 from pointsman_router.core.placement_types import Decision, KvRole, KvTransfer, Load, PoolFacts, StepTotals
 from pointsman_router.core.policy.auto import AdmissionChoice, Auto, admission_choice
 from pointsman_router.core.policy.base import Policy
@@ -113,20 +113,18 @@ def learn(router: RouterState, first: int, count: int, start: float) -> None:
 def test_a_first_long_prompt_decides_nothing_though_engines_tell_their_steps() -> None:
     router = state("auto")
     join_three(router)
-    decided(router, "long", 0.0, tokens=60_000)
     for number in range(1, LEARNED_AFTER + 2):
         steps = StepTotals(number, number * 0.1, 0, number * 1_000, number * 1_000_000, number, number * 0.1)
         report(router, float(number))
         router.handle(ev.LoadReported(1, "a", Load(float(number), steps=steps)), float(number))
     assert router.prefill_observer.samples("m", "") >= LEARNED_AFTER
-    at = LEARNED_AFTER + 2.0
-    assert decided(router, "early", at, tokens=100).result.policy_reason == "curve_not_learned"
-    for number in range(LEARNED_AFTER):
+    reasons, at = [], LEARNED_AFTER + 2.0
+    for number in range(SURE_AFTER + 1):
+        at += MAX_AGE_S
         report(router, at)
-        decided(router, f"short {number}", at, tokens=100)
-    at += MAX_AGE_S
-    report(router, at)
-    assert router.policy.taken(router.views.facts("m", at)).reason == "times_predictable"
+        reasons.append(router.policy.taken(router.views.facts("m", at)).reason)
+        decided(router, f"r{number}", at, tokens=10 if number else 20_000)
+    assert reasons == ["curve_not_learned"] * SURE_AFTER + ["prefills_short"]
 
 
 def test_a_pool_changes_its_policy_when_its_curve_is_learned() -> None:

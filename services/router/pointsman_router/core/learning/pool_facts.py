@@ -23,6 +23,9 @@ MAX_AGE_S = 1.0
 # Samples from which a prefill curve counts as learned, and requests of its pool: the scale, which the default curve lacks, is
 # known after a dozen prefills, and so is the mean request.
 LEARNED_AFTER = 12
+# Mean cost, as in PoolFacts, below which it takes SURE_AFTER requests to know it: some of a one-turn chat are as long as an
+# agent's.
+CLEAR_COST, SURE_AFTER = 1.0, 100
 # How long facts must ask for another policy without interruption before it is taken, s. A resynchronisation takes less.
 SETTLE_S = 10.0
 # Minimum time for which a policy is kept that was taken instead of another one, s.
@@ -47,8 +50,7 @@ class PoolFactsCounter:
         mean_cost = 0.0
         observer, work = self._prefill_observer, self._prefill_observer.mean_work(pool)
         record = observer.mean_work_record(pool)
-        # One long prompt among the first ones would decide for a minute.
-        counted = record is not None and record.requests >= LEARNED_AFTER
+        requests = record.requests if record is not None else 0
         kinds: dict[str, tuple[bool, float]] = {}
         for instance in self._instances.members(pool, pool):
             if instance.state is not InstanceState.READY or instance.info.produces_only:
@@ -57,6 +59,8 @@ class PoolFactsCounter:
             if hardware not in kinds:
                 curve = observer.curve(pool, hardware)
                 cost = curve.work_s(work) / curve.cost_s(LIGHT_NEW_TOKENS, 0) if work.tokens else 0.0
+                # A long prompt among the first short ones would decide for a minute.
+                counted = requests >= (LEARNED_AFTER if cost >= CLEAR_COST else SURE_AFTER)
                 kinds[hardware] = counted and observer.samples(pool, hardware) >= LEARNED_AFTER, cost
             instances += 1
             source, trust = self._prefix_knowledge.source(instance, now), instance.trust

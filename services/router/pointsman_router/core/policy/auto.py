@@ -41,7 +41,7 @@ class Auto(Policy):
     Choice, by the pool's READY instances and its requests; the first that applies:
         1. `unified`, if under half of the instances report KV events that are in use
         2. `unified`, if for under half of them the prefill curve of their hardware is learned, that is from 12 samples and 12
-           requests of the pool
+           requests of the pool on, or 100 if the mean prefill costs less than a prompt of 5,000 tokens
         3. `unified`, if the mean prefill costs less than half as much as a prompt of 5,000 tokens of which nothing is cached:
            then prefills hardly wait for each other, and holding them costs more than it saves
         4. `unified`, if the pool has fewer than 3 instances: with two, the longest TTFT varies too much to be sure of it
