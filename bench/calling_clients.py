@@ -38,9 +38,9 @@ class Turn(NamedTuple):
 class Asked:
     """What all requests of an agent loop have."""
 
-    model: str
+    model: str  # as the engine serves it
     schemas: Schemas  # of each tool's arguments, by its name
-    max_tokens: int
+    max_tokens: int  # of an answer
     strict: bool = False  # whether the engine may call tools only as their schemas say
     parallel: bool = True  # whether it may call more than one at once
     seed: int | None = None  # of greedy answers; None: the engine's own sampling

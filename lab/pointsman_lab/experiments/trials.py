@@ -39,11 +39,11 @@ class Workload:
     """Source of requests, the starts of their sessions, which of them are sub-agents, and which fork. `sessions`: number of the
     trace's first sessions to use (0: all)."""
 
-    source: TraceSource
-    arrivals: Arrivals = field(default_factory=Arrivals)
+    source: TraceSource  # of the requests
+    arrivals: Arrivals = field(default_factory=Arrivals)  # when sessions start
     sessions: int = 0
-    subagents: Subagents = field(default_factory=Subagents)
-    forks: Forks = field(default_factory=Forks)
+    subagents: Subagents = field(default_factory=Subagents)  # default: none
+    forks: Forks = field(default_factory=Forks)  # default: none
 
 
 @dataclass(frozen=True)

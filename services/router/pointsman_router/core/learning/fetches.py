@@ -27,7 +27,7 @@ OVERDUE_FACTOR = 2.0
 class _Fetch:
     """One open fetch."""
 
-    pool: str
+    pool: str  # of both instances
     source: str  # the instance that sends
     target: str  # the instance of the step
     tokens: int  # those that are sent

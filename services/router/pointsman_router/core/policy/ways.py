@@ -22,8 +22,8 @@ SURE_SHARE = 0.5
 class Way(NamedTuple):
     """How an instance has the whole prompt soonest, its queue aside."""
 
-    seconds: float  # until then, of which it computes for `computes_s`
-    computes_s: float
+    seconds: float  # until then
+    computes_s: float  # how much of it the instance computes
     new_tokens: int  # that it computes, with the price of loads from its lower tiers in tokens
     # Tokens that it has once another instance's KV has arrived; 0: nothing is fetched.
     prefix_tokens: int = 0
