@@ -90,7 +90,9 @@ class UpSettings(BaseSettings):
     OTHER_VARIABLES: ClassVar[Mapping[str, str]] = PARTS_OWN  # field -> its part's variable, as errors name it
 
     engine: Entries = Field(
-        default_factory=list, description="base URL of each vLLM server; default: those that answer on this host"
+        default_factory=list,
+        description="base URL of each vLLM server, with the agent's options (`?kv=mooncake`); default: those that answer on "
+        "this host",
     )
     listen: HostPort = Field("127.0.0.1:8080", description="HOST:PORT of the gateway")
     picker: OptionalHostPort = Field(
