@@ -13,7 +13,7 @@ import grpc
 
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
 from pointsman_lab.emulator.emulated_engine import EmulateSettings, start
-from tests.support.processes.pointsman import pointsman_process, wait_until_it_serves
+from tests.support.processes.pointsman import plane_process, wait_until_it_serves
 from tests.support.processes.process import free_port
 from tests.support.waiting import eventually
 
@@ -29,17 +29,7 @@ async def test_a_prompt_leaves_a_busy_instance_with_the_prefix_that_is_cached_th
             engine = await start(EmulateSettings(port=0, kv_blocks=20_000, max_model_len=65_536))
             stack.push_async_callback(engine.stop)
             engines.append(f"{engine.url}?kv=mooncake&bootstrap={engine.url}")
-        flags = {
-            "listen": listen,
-            "router_listen": router,
-            "console": "",
-            "router_metrics": "",
-            "agent_metrics": "",
-            "engine": engines,
-            "policy": POLICY,
-            "state_dir": tmp_path / "agent",
-        }
-        plane = pointsman_process("plane", tmp_path, "up", flags=flags)
+        plane = plane_process(tmp_path, listen, router, engines, "--policy", POLICY)
         plane.start()
         stack.callback(plane.stop)
         await asyncio.to_thread(wait_until_it_serves, plane)

@@ -17,6 +17,7 @@ from pointsman.router.v1 import placement_pb2
 from tests.support.fakes.gateway_peers import Stack
 from tests.support.fakes.offloading_peers import (
     answered,
+    breaks_both,
     fetches_by_outcome,
     halves,
     offload_stack,
@@ -230,13 +231,7 @@ async def test_an_instance_that_is_gone(up: Stack, way: str, gone: int) -> None:
 
 
 async def test_a_request_that_breaks_p_and_then_d_is_sent_to_no_other(up: Stack) -> None:
-    p, d = p_and_d(up)
-    p.sends, d.mode = "reset", "cut"
-    async with aiohttp.ClientSession() as http, http.post(f"{up.url}/v1/chat/completions", json=STREAM) as answer:
-        assert b"error" in await answer.read()
-    await up.router.until(lambda: len(up.router.finished) == 1)
-    (ended,) = up.router.finished
-    assert (ended.outcome, ended.broke, list(ended.alike)) == (placement_pb2.OUTCOME_REJECTED, True, ["i0"])
+    await breaks_both(up, STREAM)
 
 
 @pytest.mark.parametrize("way", ["in turn", "nixl"])

@@ -23,6 +23,7 @@ from tests.support.fakes.offloading_peers import (
     STREAM,
     KvEngine,
     answered,
+    breaks_both,
     halves,
     offload_stack,
     offloading,
@@ -222,13 +223,7 @@ async def test_when_d_is_gone_another_answers(up: Stack) -> None:
 
 
 async def test_a_request_that_breaks_p_and_then_d_is_sent_to_no_other(up: Stack) -> None:
-    p, d = p_and_d(up)
-    p.sends, d.mode = "reset", "cut"
-    async with aiohttp.ClientSession() as http, http.post(f"{up.url}/v1/chat/completions", json=STREAM) as answer:
-        assert b"error" in await answer.read()
-    await up.router.until(lambda: len(up.router.finished) == 1)
-    (ended,) = up.router.finished
-    assert (ended.outcome, ended.broke, list(ended.alike)) == (placement_pb2.OUTCOME_REJECTED, True, ["i0"])
+    await breaks_both(up, STREAM)
 
 
 def released(up: Stack) -> list[list[str]]:

@@ -165,6 +165,17 @@ async def answered(up: Stack, body: dict[str, Any]) -> tuple[str, str]:
     return answer.headers["X-Pointsman-Instance"], text
 
 
+async def breaks_both(up: Stack, body: dict[str, Any]) -> None:
+    """Ask for an answer of which P and then D break, and check that no other gets it, and who the router is told broke."""
+    p, d = p_and_d(up)
+    p.sends, d.mode = "reset", "cut"
+    async with aiohttp.ClientSession() as http, http.post(f"{up.url}/v1/chat/completions", json=body) as answer:
+        assert b"error" in await answer.read()
+    await up.router.until(lambda: len(up.router.finished) == 1)
+    (ended,) = up.router.finished
+    assert (ended.outcome, ended.broke, list(ended.alike)) == (placement_pb2.OUTCOME_REJECTED, True, ["i0"])
+
+
 def halves(up: Stack, engine: int) -> list[str]:
     server = up.engines[engine]
     assert isinstance(server, KvEngine)

@@ -40,19 +40,21 @@ def pointsman_process(
     return Process(name, argv, folder / f"{name}.log", env or {}, cwd)
 
 
-def plane_process(folder: Path, listen: str, router: str, ports: Sequence[int], *, cwd: Path | None = None) -> Process:
-    """Return `pointsman up` in front of the engines at these ports, without console and metrics, that is not started. `listen`,
-    `router`: HOST:PORT of the gateway and of the router."""
+def plane_process(
+    folder: Path, listen: str, router: str, engines: Sequence[int | str], *words: str, cwd: Path | None = None
+) -> Process:
+    """Return `pointsman up` in front of these engines, without console and metrics, that is not started. `listen`, `router`:
+    HOST:PORT of the gateway and of the router. `engines`: ports of this host, or what `--engine` takes. `words`: more flags."""
     flags = {
         "listen": listen,
         "router_listen": router,
         "console": "",
         "router_metrics": "",
         "agent_metrics": "",
-        "engine": [f"http://127.0.0.1:{port}" for port in ports],
+        "engine": [f"http://127.0.0.1:{at}" if isinstance(at, int) else at for at in engines],
         "state_dir": folder / "agent",
     }
-    return pointsman_process("plane", folder, "up", *flag_words(flags), cwd=cwd)
+    return pointsman_process("plane", folder, "up", *flag_words(flags), *words, cwd=cwd)
 
 
 def wait_until_it_serves(plane: Process, within_s: float = 120.0) -> None:

@@ -51,9 +51,7 @@ class RequestTimeouts:
     placement_s: float = 60.0  # from a request for a step, or the end of a parked request's bound, to the step
     prefill_s: float = 120.0  # duration of a PREFILL; then the request is colocated
     first_byte_s: float = 600.0  # from sending a SERVE to its first byte; if it is not streamed, to its end
-    transfer_s: float = (
-        30.0  # duration of a pull or fetch, or from a SERVE with KV of another instance to its first byte
-    )
+    transfer_s: float = 30.0  # duration of a pull or fetch, or from a SERVE with another's KV to its first byte
     max_retries: int = 2  # attempts after a move (UpstreamFailed.moved) do not count
 
 
