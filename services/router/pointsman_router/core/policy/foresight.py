@@ -171,23 +171,18 @@ class Foresight(Policy):
         if best_way.prefix_tokens and not best_way.source and self.light_wait_factor < NO_WAIT_LIMIT:
             held = hold(AWAITS_KV, scores=scores, queue_penalty_s=queue_penalty, waits_for=best.instance_id)
             return structs.replace(held, figures=figures)
+        fetch = fetch_of(best, best_way.prefix_tokens, best_way.source, FETCH, scores) if best_way.source else None
         # On an engine that cuts prompts, a prompt of several chunks slows all prompts computed beside it, and is slowed by them.
         passes = light and not 0 < best.prefill_backlog.chunk_limit < best_way.new_tokens
         if not unit or (passes and (wait <= self.light_wait_factor * unit or wait < 0.5 * backlog)):
-            result = serve(best, AT_ONCE, scores)
-            if best_way.source:
-                result = fetch_of(best, best_way.prefix_tokens, best_way.source, FETCH, scores)
-            return structs.replace(result, figures=figures)
+            return structs.replace(fetch or serve(best, AT_ONCE, scores), figures=figures)
         cost = best_way.computes_s
         ahead = backlog + _before_s(request, best, cost, curve, light=light)
-        if passes or ahead > self.heavy_wait_factor * unit or self._answer_first(request, best, cost, curve, view):
+        if passes or ahead > self.heavy_wait_factor * unit or self._answer_first(request, best, cost, curve, unit, now):
             held = hold(HELD, scores=scores, queue_penalty_s=queue_penalty, waits_for=best.instance_id)
             return structs.replace(held, figures=figures)
-        if best_way.source:
-            result = fetch_of(best, best_way.prefix_tokens, best_way.source, FETCH, scores)
-        else:
-            prefix = 0 if light else self._slice(request, best, curve, unit)
-            result = slice_of(best, prefix, SLICE, scores) if prefix else serve(best, LAST_PART, scores)
+        prefix = 0 if fetch or light else self._slice(request, best, curve, unit)
+        result = fetch or (slice_of(best, prefix, SLICE, scores) if prefix else serve(best, LAST_PART, scores))
         return structs.replace(result, figures=figures, queue_penalty_s=queue_penalty)
 
     def without_holds(self, facts: PoolFacts = NO_FACTS) -> Policy:
@@ -217,14 +212,20 @@ class Foresight(Policy):
         return added
 
     def _answer_first(
-        self, request: PlacementRequest, candidate: Candidate, cost: float, curve: PrefillCurve, view: FleetView
+        self,
+        request: PlacementRequest,
+        candidate: Candidate,
+        cost: float,
+        curve: PrefillCurve,
+        unit: float,
+        now: float,
     ) -> bool:
         """Return whether a new answer of an instance goes before the prompt, which takes `cost` s there: a short one then has all
-        its tokens, instead of one for each slice."""
-        unit, work = _mean_cost_s(view), candidate.prefill_backlog
+        its tokens, instead of one for each slice. `unit`: the mean cost of a request, s."""
+        work = candidate.prefill_backlog
         if work.answer_began_at is UNSET or candidate.num_requests <= work.requests:
             return False
-        if cost <= 2.0 * self.light_factor * unit or view.now - work.answer_began_at >= self.answer_factor * unit:
+        if cost <= 2.0 * self.light_factor * unit or now - work.answer_began_at >= self.answer_factor * unit:
             return False
         return request.age_s + cost <= MAX_STRETCH * curve.cost_s(request.input_tokens, 0)
 
@@ -277,7 +278,7 @@ def _before_s(
 
 def _open_tokens(request: PlacementRequest, candidate: Candidate) -> int:
     """Return the prompt tokens of all requests that would be open on an instance, this one counted once."""
-    there = any(who == request.request_id for who, *_ in candidate.prefill_backlog.remainders)
+    there = _has_begun(request, candidate.prefill_backlog)
     return candidate.ongoing_tokens + (0 if there else request.input_tokens)
 
 
