@@ -39,9 +39,7 @@ class Reservation(msgspec.Struct, frozen=True, gc=False):
     kv_load: KvLoad = NO_LOAD  # what the instance loads from lower tiers first
     sequences: int = 1  # as PlacementRequest.sequences
     sequence_tokens: int = 0  # as PlacementRequest.sequence_tokens
-    fetching: bool = (
-        False  # whether another instance sends the cached tokens: an open prefill without tokens to compute
-    )
+    fetching: bool = False  # whether another instance sends the cached tokens: an open prefill with none to compute
 
     @property
     def decode_tokens(self) -> int:

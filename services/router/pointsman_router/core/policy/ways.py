@@ -27,9 +27,7 @@ class Way(NamedTuple):
     new_tokens: int  # that it computes, with the price of loads from its lower tiers in tokens
     # Tokens that it has once another instance's KV has arrived; 0: nothing is fetched.
     prefix_tokens: int = 0
-    source: str = (
-        ""  # the instance that sends them; empty with `prefix_tokens`: they are on their way for another request
-    )
+    source: str = ""  # the instance that sends them; empty with `prefix_tokens`: they come for another request already
 
 
 class _Source(NamedTuple):

@@ -258,9 +258,7 @@ class HoldQueue:
 
     def _count(self, held: HeldRequest, change: int) -> None:
         if size := _admitted_size(held):
-            self._admitted[held.pool] += change * size
-            if not self._admitted[held.pool]:
-                del self._admitted[held.pool]
+            _change(self._admitted, held.pool, change * size)
         if held.for_room:
             _change(self._for_room, (held.pool, held.request.model), change)
         if held.waits_for:
