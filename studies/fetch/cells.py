@@ -24,8 +24,8 @@ from studies.findings.cells import FILES, REAL, THRESHOLD
 
 # What the names of sessions begin with that read a document.
 READER = "reader"
-# Fitted to llm-d's table of gpt-oss-120b on one H200: 0.205, 0.426, 0.983 and 1.695 s to compute 8k, 16k, 32k and 48k tokens (this
-# gives 0.205, 0.442, 1.007 and 1.695), and 0.120, 0.196, 0.376 and 0.551 s to fetch them (0.114, 0.201, 0.376 and 0.550).
+# Fitted to llm-d's table of gpt-oss-120b on one H200: 0.205, 0.426, 0.983 and 1.695 s to compute 8k, 16k, 32k and 48k tokens
+# (this gives 0.205, 0.442, 1.007 and 1.695), and 0.120, 0.196, 0.376 and 0.551 s to fetch them (0.114, 0.201, 0.376 and 0.550).
 GPT_OSS = Profile(prefill_token_s=2.318e-5, prefill_pair_s=2.3e-10, transfer_s=0.027, transfer_token_s=1.065e-5)
 
 

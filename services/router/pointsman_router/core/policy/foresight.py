@@ -30,8 +30,8 @@ SMALL_REST = 0.25
 # Predicted time to the first token of a heavy prompt, as a multiple of its cost without any cache, from which on no answer delays
 # it further.
 MAX_STRETCH = 1.15
-# A light prompt goes at once to an instance with fewer open prefills: one is computed, and the next is at hand when it ends. Others
-# wait in the router, where they can still go elsewhere, as to an instance that has fetched their prefix meanwhile.
+# A light prompt goes at once to an instance with fewer open prefills: one is computed, and the next is at hand when it ends.
+# Others wait in the router, where they can still go elsewhere, as to an instance that has fetched their prefix meanwhile.
 AT_HAND = 2
 # Factor, in multiples of the mean request cost, that stands for no limit of a wait.
 NO_WAIT_LIMIT = 1e6
