@@ -22,12 +22,11 @@ from pointsman_lab.report.measures import measure
 from studies import TRACES
 from studies.command import run_study
 from studies.default.limits import figures
-from studies.fetch.cells import Run, cells, run_cell
+from studies.fetch.cells import FetchCell, Run, cells, run_cell
 from studies.marked_sections import FETCH, filled_template, write_section
 from studies.stored_trials import append_trial, read_trials
 
 TEMPLATE = Path(__file__).with_name("section.md.jinja")
-POLICIES = ("auto",)
 SEEDS = 3
 # Metric -> its name in the table and the unit's factor.
 METRICS: Mapping[str, tuple[str, float]] = {
@@ -64,7 +63,7 @@ class FetchTrial(msgspec.Struct, frozen=True):
     """A line of the file: a trial's figures."""
 
     cell: str  # as in cells()
-    policy: str  # one of POLICIES
+    policy: str  # the cell's
     transfers: bool  # whether the engines transfer KV
     seed: int  # of the sessions' draw, the forks' and the simulation
     commit: str  # of the code that ran it, see git_commit(); empty: unknown
@@ -79,11 +78,11 @@ def run(settings: FetchStudySettings) -> None:
     }
     known = cells(settings.traces)
     seeds = range(settings.first_seed, settings.first_seed + SEEDS)
-    for seed, (name, cell), policy, transfers in product(seeds, known.items(), POLICIES, (False, True)):
-        if settings.render_only or (name, policy, transfers, seed) in trials:
+    for seed, (name, cell), transfers in product(seeds, known.items(), (False, True)):
+        if settings.render_only or (name, cell.policy, transfers, seed) in trials:
             continue
-        found = trials[name, policy, transfers, seed] = _figures(run_cell(cell, policy, seed, transfers=transfers))
-        append_trial(settings.results, FetchTrial(name, policy, transfers, seed, git_commit(), found))
+        found = trials[name, cell.policy, transfers, seed] = _figures(run_cell(cell, seed, transfers=transfers))
+        append_trial(settings.results, FetchTrial(name, cell.policy, transfers, seed, git_commit(), found))
     text = filled_template(
         TEMPLATE, {}, table=_table(known, trials, seeds), seeds=SEEDS, first_seed=settings.first_seed
     )
@@ -110,7 +109,9 @@ def _p90(values: Sequence[float]) -> float:
 
 
 def _table(
-    known: Mapping[str, object], trials: Mapping[tuple[str, str, bool, int], Mapping[str, float]], seeds: Sequence[int]
+    known: Mapping[str, FetchCell],
+    trials: Mapping[tuple[str, str, bool, int], Mapping[str, float]],
+    seeds: Sequence[int],
 ) -> str:
     """Return a Markdown table: for each cell and policy the means without and with transfers, in bold where the 95 % interval of
     the paired differences does not contain 0."""
@@ -118,7 +119,7 @@ def _table(
         f"| cell | policy | {' | '.join(name for name, _ in METRICS.values())} |",
         "|" + "---|" * (len(METRICS) + 2),
     ]
-    for cell, policy in product(known, POLICIES):
+    for cell, policy in ((name, found.policy) for name, found in known.items()):
         pairs = [
             (trials[cell, policy, False, seed], trials[cell, policy, True, seed])
             for seed in seeds

@@ -31,15 +31,17 @@ GPT_OSS = Profile(prefill_token_s=2.318e-5, prefill_pair_s=2.3e-10, transfer_s=0
 
 @dataclass(frozen=True)
 class Documents:
-    """A source of sessions that ask about documents. Each of `number` documents, of `tokens`, is read by `readers` sessions of
-    `turns` turns that start within `burst_s` of a random time in `span_s`; a question has `question_tokens` in the median."""
+    """A source of sessions that ask about documents. Each of `number` documents, of `tokens`, is opened by one session at a
+    random time in `span_s`, and `opened_s` later read by `readers` sessions of `turns` turns that start within `burst_s`. A
+    question has `question_tokens` in the median."""
 
     number: int = 8
     tokens: int = 64_000
     readers: int = 40
     turns: int = 2
     question_tokens: float = 500.0
-    burst_s: float = 20.0
+    opened_s: float = 30.0
+    burst_s: float = 10.0
     span_s: float = 600.0
 
     @property
@@ -52,18 +54,19 @@ class Documents:
         rng, size, found, ids = random.Random(f"documents {seed}"), 64, [], iter(range(1, 10**9))
         for number in range(self.number):
             document = [next(ids) for _ in range(self.tokens // size)]
-            begin_s = rng.uniform(0.0, self.span_s - self.burst_s)
-            for reader in range(self.readers):
+            opened_at_s = rng.uniform(0.0, self.span_s)
+            for reader in range(-1, self.readers):
                 blocks, length = list(document), self.tokens
-                start_ms = 1e3 * (begin_s + rng.uniform(0.0, self.burst_s))
-                for turn in range(1, self.turns + 1):
+                waits_s = self.opened_s + rng.uniform(0.0, self.burst_s) if reader >= 0 else 0.0
+                start_ms = 1e3 * (opened_at_s + waits_s)
+                for turn in range(1, self.turns + 1 if reader >= 0 else 2):
                     length += 1 + int(self.question_tokens * math.exp(rng.gauss(0.0, 0.7)))
                     blocks += [next(ids) for _ in range(length // size - len(blocks))]
                     output = 1 + int(200.0 * math.exp(rng.gauss(0.0, 0.7)))
                     found.append(
                         TraceRequest(
                             timestamp_ms=start_ms + 1e-3 * turn,
-                            session_id=f"{READER}{number}-{reader}",
+                            session_id=f"{READER}{number}-{reader}" if reader >= 0 else f"opens{number}",
                             turn=turn,
                             input_length=length,
                             output_length=output,
@@ -127,10 +130,11 @@ class FetchCell:
     one_transfer_at_a_time: bool = False  # whether an engine's transfers to others share its link
     joins_at_s: float | None = None  # when a further instance joins
     drains_at_s: float | None = None  # when the instance with most sessions gets no more requests, and stays
+    policy: str = "auto"  # of the router
 
-    def made(self, policy: str, *, transfers: bool) -> Cell:
-        """Return the cell under `policy`, with engines that transfer KV or not."""
-        asked = self.cell.cell(policy)
+    def made(self, *, transfers: bool) -> Cell:
+        """Return the cell with engines that transfer KV or not."""
+        asked = self.cell.cell(self.policy)
         simulation = replace(
             asked.simulation,
             kv_transfers=transfers,
@@ -154,9 +158,9 @@ class Run:
     )
 
 
-def run_cell(cell: FetchCell, policy: str, seed: int, *, transfers: bool) -> Run:
+def run_cell(cell: FetchCell, seed: int, *, transfers: bool) -> Run:
     """Run a cell under a seed."""
-    asked = cell.made(policy, transfers=transfers)
+    asked = cell.made(transfers=transfers)
     simulator = ChangingFleet(drawn(asked.workload, seed), replace(asked.simulation, seed=seed), cell)
     records = simulator.run()
     if cell.drains_at_s is not None:
@@ -229,7 +233,10 @@ def cells(traces: Path) -> dict[str, FetchCell]:
             DefaultCell("", agentic, 0.5), some, one_transfer_at_a_time=True
         ),
         "a fan-out of 43 on 32 instances": FetchCell(
-            DefaultCell("", Parents(), 1.0, instances=32, kv_blocks=76_000), branches, profile=GPT_OSS
+            DefaultCell("", Parents(), 1.0, instances=32, kv_blocks=76_000),
+            branches,
+            profile=GPT_OSS,
+            policy="foresight",
         ),
         "documents of 64k tokens": FetchCell(DefaultCell("", documents, 0.5)),
         "sub-agents that share 8k tokens": FetchCell(DefaultCell("", agentic, 0.5), subagents=Subagents(0.5)),

@@ -158,7 +158,7 @@ def fetched(fetches: Fetches, name: str, seconds: float, now: float = 0.0, *, to
 def test_the_price_is_learned() -> None:
     fetches = Fetches()
     prior = fetches.price("m", 100_000)
-    assert prior.seconds(1_000_000) == pytest.approx(1_000_000 * 100_000 / 3.1e9, rel=0.01)
+    assert prior.seconds(1_000_000) == pytest.approx(1_000_000 * 100_000 / 1.25e10, rel=0.01)
     for number in range(LoadPriceFit.TRUSTED_AFTER):
         fetched(fetches, f"r{number}", 0.05 + (1 + number) * 1e-5 * 16_000, tokens=16_000 * (1 + number))
     assert fetches.samples("m") == LoadPriceFit.TRUSTED_AFTER

@@ -16,8 +16,9 @@ from pointsman_router.core.kv_load import ASSUMED_TOKEN_BYTES, LoadPrice
 from pointsman_router.core.learning.load_price_fit import LoadPriceFit
 from pointsman_router.core.placement_types import Transfers
 
-# Prior of the price until fetches are observed: two requests to engines, one after the other, and a network of 25 Gbit/s.
-FETCH_LATENCY_S, FETCH_BYTES_S = 0.05, 3.1e9
+# Prior of the price until fetches are observed: two requests to engines, one after the other, and a network of 100 Gbit/s. It is
+# a fast one since a price that is too high is never corrected: nothing is fetched then.
+FETCH_LATENCY_S, FETCH_BYTES_S = 0.05, 1.25e10
 # How long an instance is no source after a fetch from it failed, s.
 AFTER_FAILURE_S = 30.0
 # Weight of a new sample of the share for which a fetch waits, in the moving average.
