@@ -51,6 +51,7 @@ from pointsman_gateway.core.request.failures import RETRY_S
 from pointsman_gateway.core.request.placement_messages import target_of
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import RequestTimeouts
+from pointsman_gateway.core.request.request_spans import request_span
 from pointsman_gateway.core.request.sessions import bounded_id
 from pointsman_gateway.core.request_usage import CLIENT_LEFT, OK, RequestUsage, UsageLine, outcome_of
 from pointsman_gateway.core.stored_responses import not_stored
@@ -76,7 +77,7 @@ from pointsman_gateway.io.routing.router_stream import Dial
 from pointsman_gateway.io.settings import GatewaySettings
 from pointsman_gateway.io.telemetry.line_log import LineLog
 from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
-from pointsman_gateway.io.telemetry.span_export import RequestTraces, answered
+from pointsman_gateway.io.telemetry.request_traces import RequestTraces
 from pointsman_gateway.io.tokenizer_files import HubRules
 
 if TYPE_CHECKING:
@@ -305,8 +306,8 @@ class Gateway:
         finally:
             self._count(request, status)
             self._note_usage(request, status)
-            if request.trace is not None:
-                answered(request.trace, route.name, request.model, status)
+            if (trace := request.trace) is not None and trace.sampled:
+                trace.send([request_span(trace, route.name, request.model, status, time.monotonic())])
         if answer is not None and request.writer.opened:
             _write_error(request, answer)
             return None

@@ -21,13 +21,13 @@ from pointsman_gateway.core.request.attempt_end_reports import breakdown, finish
 from pointsman_gateway.core.request.failures import RETRY_S, answer_to
 from pointsman_gateway.core.request.placement_messages import attempt_request, event_of, target_of
 from pointsman_gateway.core.request.request_context import RequestContext
+from pointsman_gateway.core.request.request_spans import attempt_spans
 from pointsman_gateway.core.request.request_state_machine import Phase, RequestStateMachine
 from pointsman_gateway.core.tokens.token_cache import TokenIds
 from pointsman_gateway.io.request.ext_proc_request import ExtProcRequest
 from pointsman_gateway.io.request.shared_context import SharedContext
 from pointsman_gateway.io.request.steps_and_relay import EngineSteps
 from pointsman_gateway.io.routing.router_client import NoRouter, OpenAnswer, PlacementReply, WithoutRouter
-from pointsman_gateway.io.telemetry.span_export import attempt_ended
 
 log = structlog.get_logger()
 
@@ -347,8 +347,9 @@ class RequestRunner:
 
     def _trace(self, error: str, now: float) -> None:
         """Send the spans of the attempt that has ended. No effect if there is none or its spans are sent."""
-        if self._attempt.asked_at and self._context.trace is not None:
-            attempt_ended(self._context.trace, self._attempt, error, self._context.placement.input_tokens, now)
+        trace = self._context.trace
+        if trace is not None and trace.sampled and self._attempt.asked_at:
+            trace.send(attempt_spans(trace, self._attempt, error, self._context.placement.input_tokens, now))
 
     def _headers(self, step: ev.StepAssigned) -> dict[str, str]:
         """Return the answer's header fields about its placement."""
