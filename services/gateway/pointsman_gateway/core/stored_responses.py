@@ -44,7 +44,6 @@ class StoredResponse:
         return ApiRequestError(
             503,
             f"The engine that stores the response '{self.id}' takes no requests now.",
-            type_="server_error",
             param="response_id",
             code="response_unavailable",
             retry_after_s=_RETRY_S,
@@ -73,9 +72,7 @@ def find(id_: str, tenant: str, pools: Iterable[placement_pb2.Pool], *, complete
                     return StoredResponse(id_, pool.model, instance, placeable=instances is pool.instances)
     if complete:
         raise _lost(id_, "its engine has left the fleet.")
-    raise ApiRequestError(
-        503, "The fleet is not known yet.", type_="server_error", code="no_instance", retry_after_s=1.0
-    )
+    raise ApiRequestError(503, "The fleet is not known yet.", code="no_instance")
 
 
 def not_stored(id_: str, why: str = "") -> ApiRequestError:

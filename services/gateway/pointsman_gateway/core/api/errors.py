@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -45,8 +46,8 @@ _BEGINS_WITH_ERROR = re.compile(rb'\s*(?:event: ?error|data: ?\{\s*"(?:error"|ob
 _ABORTED = re.compile(rb'"finish_reason":\s?"abort"')
 _TRACE = "Traceback (most recent call last)"
 _REPORTED = "The engine reported an error."
-# Header of a 429 for the place, from 1, that the request had among the new sessions that waited.
-QUEUE_PLACE_HEADER = "X-Pointsman-Queue-Place"
+# Default Retry-After of a 429 or 503, s.
+RETRY_S = 1.0
 STREAM_FAILED = "The instance failed while it answered."
 # `code` of the event that ends a stream of chat or completions when its instance has failed. vLLM's own events have a status
 # there, and some clients (cline) ask again only by it: the answer's own status is 200.
@@ -54,29 +55,32 @@ _FAILED_STATUS = 502
 
 
 class ApiRequestError(Exception):
-    """An error response to a client's request."""
+    """An error response to a client's request. `retry_after_s`: None for the default. `fields`: further header fields."""
 
     def __init__(
         self,
         status: int,
         message: str,
         *,
-        type_: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
-        queue_place: int = 0,
-        may_retry: bool = True,
+        fields: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
-        self.type = type_
         self.param = param
         self.code = code
-        self.retry_after_s = retry_after_s
-        self.queue_place = queue_place
-        self.may_retry = may_retry
+        self.retry_after_s = RETRY_S if retry_after_s is None and status in (429, 503) else retry_after_s
+        self.fields = fields or {}
+
+    @property
+    def type(self) -> str:
+        """The error's type in OpenAI's format."""
+        if self.status >= 500:
+            return "server_error"
+        return "rate_limit_error" if self.status == 429 else "invalid_request_error"
 
     def body(self, error_format: ErrorFormat = ErrorFormat.OPENAI) -> bytes:
         """Return the JSON body of the response."""
@@ -85,17 +89,9 @@ class ApiRequestError(Exception):
         return _openai(self.message, self.type, self.param, self.code)
 
     def headers(self) -> dict[str, str]:
-        """Return Retry-After in whole seconds, at least 1, unless a retry cannot help; and the request's place among those that
-        were parked, if it was; and X-Should-Retry: false, which OpenAI's and Anthropic's clients heed, if none should send
-        the request again by itself."""
-        fields = {}
-        if self.retry_after_s is not None:
-            fields["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
-        if self.queue_place:
-            fields[QUEUE_PLACE_HEADER] = str(self.queue_place)
-        if not self.may_retry:
-            fields["X-Should-Retry"] = "false"
-        return fields
+        """Return the header fields, with Retry-After in whole seconds, at least 1, unless a retry cannot help."""
+        wait_s = self.retry_after_s
+        return {**self.fields} if wait_s is None else {"Retry-After": str(max(1, math.ceil(wait_s))), **self.fields}
 
 
 def error_event(
@@ -133,7 +129,9 @@ def redact_error(error_format: ErrorFormat, status: int, body: bytes) -> bytes:
     if not isinstance(error, dict):
         # A 404 without an error object is the answer of a server without this path: its model only embeds, or only generates.
         said = "This model does not serve this API." if status == 404 else "The engine refused the request."
-        return ApiRequestError(status, said, type_=_type_of(status), code="rejected").body(error_format)
+        if error_format is ErrorFormat.ANTHROPIC:
+            return _anthropic(status, said)
+        return _openai(said, _type_of(status), None, "rejected")
     safe = _safe(error, "The engine refused the request.")
     if error_format is ErrorFormat.ANTHROPIC:
         return _anthropic(status, in_anthropics_words(safe["message"]))

@@ -43,7 +43,7 @@ class NoRoomForAnswer(ApiRequestError):
 
     def __init__(self) -> None:
         message = "The gateway has no memory left for another answer: request a stream, or try again."
-        super().__init__(503, message, type_="server_error", code="no_room", retry_after_s=1.0)
+        super().__init__(503, message, code="no_room")
 
 
 class Upstream:

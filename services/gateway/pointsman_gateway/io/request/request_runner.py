@@ -14,11 +14,12 @@ import structlog
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import ApiRequestError
+from pointsman_gateway.core.api.errors import RETRY_S
 from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.request import request_events as ev
 from pointsman_gateway.core.request.attempt import Attempt
 from pointsman_gateway.core.request.attempt_end_reports import breakdown, finished
-from pointsman_gateway.core.request.failures import RETRY_S, answer_to
+from pointsman_gateway.core.request.failures import error_for
 from pointsman_gateway.core.request.placement_messages import attempt_request, event_of, target_of
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_spans import attempt_spans
@@ -106,7 +107,7 @@ class RequestRunner:
         if self._failure is not None and (response is None or self._failure.code != ev.INTERNAL):
             if self._context.continues is not None and self._failure.code == ev.UNAVAILABLE:
                 raise self._context.continues.unavailable()
-            raise _as_api_error(self._failure)
+            raise error_for(self._failure)
         if response is not None:
             # If all instances failed, the last instance's error answer says more than a general message.
             return response
@@ -361,16 +362,3 @@ class RequestRunner:
             if step.degraded:
                 headers["X-Pointsman-Degraded"] = "1"
         return headers
-
-
-def _as_api_error(failure: ev.FailRequest) -> ApiRequestError:
-    answer = answer_to(failure)
-    return ApiRequestError(
-        answer.status,
-        failure.message,
-        type_=answer.type,
-        code=answer.code,
-        retry_after_s=answer.retry_after_s,
-        queue_place=failure.place,
-        may_retry=failure.code != ev.BREAKS_INSTANCES,
-    )

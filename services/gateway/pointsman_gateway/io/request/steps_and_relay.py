@@ -375,11 +375,8 @@ class EngineSteps:
             return OtherAnswered(other.target)
         except AnswerTooLong:
             # Not retried: the answer of another instance would be as long.
-            return self._reject(
-                ApiRequestError(
-                    502, "The answer is too long: request it as a stream.", type_="server_error", code="too_long"
-                )
-            )
+            too_long = "The answer is too long: request it as a stream."
+            return self._reject(ApiRequestError(502, too_long, code="too_long"))
         except NoRoomForAnswer as no_room:
             return self._reject(no_room)
         except UpstreamError as error:

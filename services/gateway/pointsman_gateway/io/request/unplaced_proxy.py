@@ -74,8 +74,8 @@ class UnplacedProxy:
             if answer.status < 500:
                 return _whole(answer, body, error_format)
         if failed:
-            raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed")
-        raise ApiRequestError(503, "No instance is ready.", type_="server_error", code="no_instance", retry_after_s=1.0)
+            raise ApiRequestError(502, "The instance failed.", code="instance_failed")
+        raise ApiRequestError(503, "No instance is ready.", code="no_instance")
 
     def find(self, id_: str, tenant: str) -> StoredResponse:
         """Return where a response is stored. Raises ApiRequestError."""
@@ -107,7 +107,7 @@ class UnplacedProxy:
                     raise stored.missing(stored.instance.incarnation)
                 return _whole(answer, body, ErrorFormat.RESPONSES)
         except (UpstreamError, TimeoutError):
-            raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed") from None
+            raise ApiRequestError(502, "The instance failed.", code="instance_failed") from None
 
     @asynccontextmanager
     async def _exchange(
@@ -143,7 +143,7 @@ _JSON = {"Content-Type": "application/json"}
 
 def _whole(answer: UpstreamResponse, body: bytes, error_format: ErrorFormat) -> Response:
     if answer.status >= 500:
-        raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed")
+        raise ApiRequestError(502, "The instance failed.", code="instance_failed")
     if answer.status >= 400:
         redacted = redact_error(error_format, answer.status, body)
         return Response(answer.status, redacted, error_headers(answer.headers))
