@@ -61,7 +61,7 @@ from pointsman_gateway.core.tokens.token_cache import TokenCache
 from pointsman_gateway.io.api_keys import ApiKeys, KeysFromEnvironment
 from pointsman_gateway.io.engines.engine_client import Upstream
 from pointsman_gateway.io.engines.remote_prefill import EngineIdCache, KvReleases
-from pointsman_gateway.io.http.server_types import shutting_down
+from pointsman_gateway.io.http.server_types import SHUTTING_DOWN
 from pointsman_gateway.io.processes.shared_key_limits import SharedKeyLimitsFile
 from pointsman_gateway.io.processes.sibling_processes import SiblingProcesses
 from pointsman_gateway.io.request.ext_proc_request import ExtProcRequest, Proxy
@@ -297,7 +297,7 @@ class Gateway:
                 status = 200  # the client had the whole answer, and did not wait for the end of its body
             if request.writer.opened:
                 # The client has left, or the drain has ended.
-                _write_error(request, shutting_down(self, request.path))
+                _write_error(request, self.error(*SHUTTING_DOWN, request.path))
             raise
         except Exception:
             status = 500

@@ -27,12 +27,12 @@ from pointsman_gateway.io.engines.engine_connection import UpstreamError, Upstre
 from pointsman_gateway.io.ext_proc.addresses import Addresses
 from pointsman_gateway.io.ext_proc.outgoing import Outgoing
 from pointsman_gateway.io.http.server_types import (
+    BODY_TOO_LARGE,
+    NO_ROOM_FOR_BODY,
+    SHUTTING_DOWN,
+    TOO_SLOW,
     HttpHandler,
     ServerLimits,
-    body_too_large,
-    no_room_for_body,
-    shutting_down,
-    too_slow,
 )
 from pointsman_gateway.io.request.ext_proc_request import ExtProcRequest, InnocentFailure, OtherInstanceAnswered
 
@@ -49,6 +49,8 @@ _UPSTREAM_TIME = "x-envoy-upstream-service-time"
 _OVERLOADED = "x-envoy-overloaded"
 # How long an answer may be silent once the agent of its instance is gone, s.
 LOST_S = 10.0
+_OUT_OF_ORDER = 500, "The proxy's messages are out of order.", "messages_out_of_order"
+_WRONG_MODE = 500, "The proxy must send both bodies in the mode FULL_DUPLEX_STREAMED.", "wrong_processing_mode"
 
 
 class _Refused(Exception):
@@ -159,7 +161,7 @@ class ProxyStream:
         except asyncio.CancelledError:
             if self._reader is None or not self._must_end:
                 raise
-            await self._context.write(self._immediate(shutting_down(self._streams.handler, self._path())))
+            await self._context.write(self._immediate(self._error(*SHUTTING_DOWN)))
         finally:
             self._streams.open.discard(self)
             self._held_body.let_go()
@@ -233,7 +235,7 @@ class ProxyStream:
         if message is END_OF_STREAM or message.observability_mode:
             return None
         if message.WhichOneof("request") != "request_headers":
-            raise _Refused(self._out_of_order())
+            raise _Refused(self._error(*_OUT_OF_ORDER))
         head = message.request_headers
         received = messages.fields_of(head.headers)
         self._fields = [name for name, _ in received]
@@ -248,7 +250,10 @@ class ProxyStream:
         self._request = request
         refusal = self._streams.handler.admit(request)
         if refusal is None and message.HasField("protocol_config"):
-            refusal = self._wrong_mode(message.protocol_config)
+            configured = message.protocol_config
+            modes = {configured.request_body_mode, configured.response_body_mode}
+            if modes != {pb.BODY_SEND_MODE_FULL_DUPLEX_STREAMED}:
+                refusal = self._error(*_WRONG_MODE)
         if refusal is not None:
             raise _Refused(refusal)
         self._held_body.holder = self._held_answer.holder = request.holder
@@ -259,7 +264,7 @@ class ProxyStream:
             async with asyncio.timeout(limits.body_s):
                 body = await self._read_body()
         except TimeoutError:
-            raise _Refused(too_slow(self._streams.handler, self._path())) from None
+            raise _Refused(self._error(*TOO_SLOW)) from None
         if body is None:
             return None
         request.body = body
@@ -279,26 +284,16 @@ class ProxyStream:
                 self._request_trailers = True
                 return b"".join(parts)
             if kind != "request_body":
-                raise _Refused(self._out_of_order())
+                raise _Refused(self._error(*_OUT_OF_ORDER))
             piece = message.request_body.body
             size += len(piece)
             if size > self._streams.limits.max_body_bytes:
-                raise _Refused(body_too_large(self._streams.handler, self._path()))
+                raise _Refused(self._error(*BODY_TOO_LARGE))
             if not self._held_body.take(len(piece)):
-                raise _Refused(no_room_for_body(self._streams.handler, self._path()))
+                raise _Refused(self._error(*NO_ROOM_FOR_BODY))
             parts.append(piece)
             if message.request_body.end_of_stream:
                 return b"".join(parts)
-
-    def _wrong_mode(self, configured: pb.ProtocolConfiguration) -> Response | None:
-        if configured.request_body_mode == configured.response_body_mode == pb.BODY_SEND_MODE_FULL_DUPLEX_STREAMED:
-            return None
-        return self._error(
-            500, "The proxy must send both bodies in the mode FULL_DUPLEX_STREAMED.", "wrong_processing_mode"
-        )
-
-    def _out_of_order(self) -> Response:
-        return self._error(500, "The proxy's messages are out of order.", "messages_out_of_order")
 
     def _error(self, status: int, message: str, code: str) -> Response:
         return self._streams.handler.error(status, message, code, self._path())
@@ -470,8 +465,7 @@ class ProxyStream:
         if work.cancelled():
             if self._writer.begun:
                 return self._writer.ended
-            ended = shutting_down(self._streams.handler, self._path())
-            self._send_whole(self._out_of_order() if self._disorder else ended)
+            self._send_whole(self._error(*(_OUT_OF_ORDER if self._disorder else SHUTTING_DOWN)))
             return True
         if (fault := work.exception()) is not None:
             log.error("a fault in the gateway", exc_info=fault)
