@@ -75,8 +75,9 @@ def test_a_slice_carries_model_and_salt() -> None:
 def test_params_are_added_and_all_else_stays(fields: dict[str, Any], space: bytes) -> None:
     fields.pop("kv_transfer_params", None)
     payload = space + json.dumps(CHAT | fields).encode() + space
-    transfer = kv.KvTransferParams({"transfer_id": "t"})
-    assert json.loads(kv.with_params(payload, transfer)) == CHAT | fields | {"kv_transfer_params": {"transfer_id": "t"}}
+    assert json.loads(kv.with_params(payload, {"transfer_id": "t"})) == CHAT | fields | {
+        "kv_transfer_params": {"transfer_id": "t"}
+    }
 
 
 @given(st.binary(max_size=60))

@@ -128,9 +128,13 @@ class Upstream:
     async def post_for_body(self, target: Target, path: str, payload: bytes, headers: Mapping[str, str]) -> bytes:
         """Send a POST request and return the body of its answer with status 200. Raises UpstreamError. An error or a cancellation
         closes the connection, by which the engine notices that the request was dropped."""
-        body = await self._whole(await self.post(target, path, payload, headers))
-        if was_aborted(body):
-            raise AbortedByEngine
+        try:
+            body = await self._whole(await self.post(target, path, payload, headers))
+            if was_aborted(body):
+                raise AbortedByEngine
+        except UpstreamError as error:
+            error.instance_id = target.instance_id
+            raise
         return body
 
     async def get(self, url: str, path: str) -> bytes:

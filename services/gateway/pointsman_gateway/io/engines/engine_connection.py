@@ -26,8 +26,10 @@ class UpstreamError(Exception):
 
     `status` is 0 if the instance did not answer. `sent`: the instance may have received the request. `refused`: the instance
     answered 5xx, which may be the fault of the request or of the instance. `broke`: the connection broke after the instance may
-    have received the request.
+    have received the request. `instance_id`: the instance, if Upstream.post_for_body() raised it.
     """
+
+    instance_id = ""
 
     def __init__(
         self, text: str, status: int = 0, *, sent: bool = True, refused: bool = False, broke: bool = False

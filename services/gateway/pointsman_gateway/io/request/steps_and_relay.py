@@ -217,13 +217,13 @@ class EngineSteps:
             else:
                 await self._slice(step)
         except TransferError as error:
-            return PrefillEnded(str(error), error.instance_failed, error.refused, error.broke, error.instance_id)
+            return PrefillEnded(str(error))
         except UpstreamError as error:
-            return PrefillEnded(error.text, error.instance_failed, error.refused, error.broke)
+            return PrefillEnded(error.text, error.instance_failed, error.refused, error.broke, error.instance_id)
         return PrefillEnded()
 
     async def _prefill_for(self, other: Target, step: StepAssigned) -> None:
-        """Prefill the prompt at the step's instance for another one. Raises TransferError."""
+        """Prefill the prompt at the step's instance for another one. Raises TransferError and UpstreamError."""
         answer = await self._remote_prefill.prefill(step)
         self._own_prefills.ended(other.instance_id, step.prefill_tokens, 0, _cached(answer))
 
@@ -248,7 +248,7 @@ class EngineSteps:
 
     async def _fetch(self, step: StepAssigned, source: Target) -> None:
         """Fetch the prompt's first tokens from `source`, which has them cached, into the cache of the step's instance. Raises
-        TransferError."""
+        TransferError and UpstreamError."""
         wanted, instance_id, own = step.prefill_tokens, step.target.instance_id, self._own_prefills
         before = own.end(instance_id)
         outcome = "given_up"
@@ -271,7 +271,7 @@ class EngineSteps:
                 raise TransferError("the prefix did not arrive")
             outcome = "computed" if sent < received else "cached"
             self._last_prefix = instance_id, wanted
-        except TransferError:
+        except (TransferError, UpstreamError):
             outcome = "failed"
             raise
         finally:
@@ -288,7 +288,7 @@ class EngineSteps:
         """Pull KV from the step's source into its instance. `early`: while the source still computes."""
         try:
             await self._remote_prefill.pull(step, early=early)
-        except TransferError as error:
+        except (TransferError, UpstreamError) as error:
             return PullEnded(str(error))
         return PullEnded()
 
