@@ -186,7 +186,7 @@ async def test_a_large_piece_is_encoded_alone() -> None:
 
     class Pending:
         def __init__(self, longest: int) -> None:
-            self.longest_missing = longest
+            self.longest = longest
 
         async def tokenize_by(self, run_in_thread: Any) -> None:
             await run_in_thread(lambda: names.append(threading.current_thread().name))

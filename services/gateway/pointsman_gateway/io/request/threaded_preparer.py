@@ -137,7 +137,7 @@ class ThreadedPreparer:
         return await self._tokenized(context, await self._large_bodies.run(context.client, work))
 
     async def _tokenized(self, context: RequestContext, pending: PendingPrompt) -> Tokens:
-        threads = self._large_pieces if pending.longest_missing > LARGE_PIECE_CHARS else self._tokenizing
+        threads = self._large_pieces if pending.longest > LARGE_PIECE_CHARS else self._tokenizing
         prompt = await pending.tokenize_by(partial(threads.run, context.client))
         return await self._done(context.client, context.call.light, partial(self._preparer.tokens, context, prompt))
 
