@@ -13,10 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-import msgspec
-
 from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api.errors import ApiRequestError
+from pointsman_gateway.core.json_object import json_object
 
 _ID = re.compile(r"resp_([0-9a-f]{12})([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{24}")
 # Retry-After while the engine of a response takes no requests, s: longer than a failed probe or a change of adapters lasts.
@@ -83,23 +82,12 @@ def not_stored(id_: str, why: str = "") -> ApiRequestError:
 
 def says_not_stored(body: bytes) -> bool:
     """Return whether the body of an engine's 404 says that it has no such response, and not that it has no such model."""
-    try:
-        error = msgspec.json.decode(body, type=_Refused).error
-    except msgspec.MsgspecError:
-        return False
-    return error.param == "response_id"
+    error = json_object(body).get("error")
+    return isinstance(error, dict) and error.get("param") == "response_id"
 
 
 def _lost(id_: str, why: str) -> ApiRequestError:
     return ApiRequestError(404, f"Response with id '{id_}' not found: {why}", param="response_id", code="response_lost")
-
-
-class _Error(msgspec.Struct):
-    param: str | None = None
-
-
-class _Refused(msgspec.Struct):
-    error: _Error
 
 
 @lru_cache(maxsize=16_384)

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from pointsman_gateway.core.api.overflow_texts import CODE, in_anthropics_words, says_too_long
+from pointsman_gateway.core.json_object import json_object
 
 
 class ErrorFormat(enum.Enum):
@@ -121,11 +122,7 @@ def redact_error(error_format: ErrorFormat, status: int, body: bytes) -> bytes:
     """Return an engine's error body as the client may see it: in the API's format, without network addresses and stack traces. A
     body that is not an error object is replaced by a fixed message. (vLLM writes some errors in OpenAI's format on every
     path.)"""
-    try:
-        found = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        found = None
-    error = found.get("error") if isinstance(found, dict) else None
+    error = json_object(body).get("error")
     if not isinstance(error, dict):
         # A 404 without an error object is the answer of a server without this path: its model only embeds, or only generates.
         said = "This model does not serve this API." if status == 404 else "The engine refused the request."
@@ -160,40 +157,24 @@ def begins_with_error(stream: bytes) -> bool:
 
 def reports_error(event: bytes) -> bool:
     """Whether an event of an engine's stream, without its end, reports an error or an abort; also if it cannot be read."""
-    data = b"\n".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))
-    if not data:
-        return False
-    try:
-        found = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return True
-    if not isinstance(found, dict):
-        return b"event: error" in event.splitlines()
-    reported = found.get("error") or found.get("type") == "error" or found.get("object") == "error"
-    return bool(reported) or was_aborted(event)
+    found = _object_of(event)
+    return found is not None and (_is_error(found) or was_aborted(event))
 
 
 def redact_error_event(error_format: ErrorFormat, event: bytes, sequence_number: int = 0) -> bytes:
     """Return one event of an engine's stream, without its end, as the client may see it. An event that reports an error is
     redacted as an error body is; other events are unchanged. `sequence_number`: for a Responses event that has none."""
-    lines = event.splitlines()
-    data = b"\n".join(line[5:] for line in lines if line.startswith(b"data:"))
-    if not data:
+    found = _object_of(event)
+    if found is None:
         return event
-    try:
-        found = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        found = {"type": "error"}
-    if not isinstance(found, dict):
-        found = {"type": "error", "message": found} if b"event: error" in lines else {}
     response = found.get("response")
     if isinstance(response, dict) and response.get("error"):
         response["error"] = _safe(response["error"], _REPORTED, ("code",))
-        kept = [line for line in lines if not line.startswith(b"data:")]
+        kept = [line for line in event.splitlines() if not line.startswith(b"data:")]
         return b"\n".join([*kept, b"data: " + msgspec.json.encode(found)])
     if was_aborted(event):
         return error_event(STREAM_FAILED, error_format, "instance_failed", sequence_number).rstrip()
-    if not (found.get("error") or found.get("type") == "error" or found.get("object") == "error"):
+    if not _is_error(found):
         return event
     safe = _safe(found.get("error") or found, _REPORTED)
     if error_format is ErrorFormat.ANTHROPIC:
@@ -205,6 +186,26 @@ def redact_error_event(error_format: ErrorFormat, event: bytes, sequence_number:
         code = safe["code"] if isinstance(safe["code"], str) else None
         return error_event(safe["message"], error_format, code, number if isinstance(number, int) else 0).rstrip()
     return b"data: " + msgspec.json.encode({"error": safe})
+
+
+def _object_of(event: bytes) -> dict[str, Any] | None:
+    """Return the object of an event, None if it has no data. What cannot be read counts as an error, and what is no object if the
+    event has that name."""
+    lines = event.splitlines()
+    data = b"\n".join(line[5:] for line in lines if line.startswith(b"data:"))
+    if not data:
+        return None
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return {"type": "error"}
+    if isinstance(found, dict):
+        return found
+    return {"type": "error", "message": found} if b"event: error" in lines else {}
+
+
+def _is_error(found: dict[str, Any]) -> bool:
+    return bool(found.get("error")) or "error" in (found.get("type"), found.get("object"))
 
 
 def _safe(error: Any, otherwise: str, fields: tuple[str, ...] = ("type", "param", "code")) -> dict[str, Any]:

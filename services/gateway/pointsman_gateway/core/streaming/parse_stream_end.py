@@ -7,9 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from pointsman_gateway.core.api.api_call import Endpoint
+from pointsman_gateway.core.json_object import json_object
 
 # The last event of a Responses stream has the whole response and may be longer than the tail. vLLM writes the event's type last,
 # and its usage after everything that can be long. Inside a JSON string these bytes would be escaped.
@@ -68,7 +67,7 @@ def parse_stream_end(kind: Endpoint, text: bytes) -> StreamEnd:
 
 def usage_of(body: bytes, kind: Endpoint) -> Usage:
     """Return the usage of an answer that is one JSON object; empty if it has none."""
-    answer = _object(body)
+    answer = json_object(body)
     if kind is Endpoint.MESSAGES:
         return _messages_usage(answer.get("usage"), answer.get("stop_reason"))
     if kind is Endpoint.RESPONSES:
@@ -81,7 +80,7 @@ def _openai_ending(lines: list[bytes]) -> StreamEnd:
     # Usage is in the last event before [DONE]. Two more events are read: for the choice's end, and for engines that send an empty
     # choice after the usage.
     for line in lines[-4:]:
-        event = _object(line)
+        event = json_object(line)
         usage = event.get("usage") or usage
         reason = _choices_reason(event) or reason
         if event.get("error"):
@@ -95,7 +94,7 @@ def _messages_ending(lines: list[bytes]) -> StreamEnd:
     """Read message_delta for the usage, and message_stop or error as the end. No event follows an error event."""
     complete, usage, error = False, Usage(), ""
     for line in lines[-4:]:
-        event = _object(line)
+        event = json_object(line)
         kind = event.get("type")
         if kind == "message_delta":
             delta = event.get("delta")
@@ -108,7 +107,7 @@ def _messages_ending(lines: list[bytes]) -> StreamEnd:
 
 def _responses_ending(lines: list[bytes], text: bytes) -> StreamEnd:
     sequence = int(found[-1]) if (found := _SEQUENCE.findall(text)) else -1
-    last = _object(lines[-1]) if lines else {}
+    last = json_object(lines[-1]) if lines else {}
     if last.get("type") == "error":
         return StreamEnd(True, Usage(), _ENGINE_ERROR, sequence)
     response = last.get("response")
@@ -143,14 +142,6 @@ def _object_at_last(key: re.Pattern[bytes], text: bytes) -> Any:
         return json.JSONDecoder().raw_decode(text[at:].decode("utf-8", "replace"))[0]
     except (ValueError, RecursionError):
         return None
-
-
-def _object(text: bytes) -> dict[str, Any]:
-    try:
-        value = msgspec.json.decode(text)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _openai_usage(usage: Any, reason: str) -> Usage:
