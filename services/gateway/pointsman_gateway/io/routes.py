@@ -42,11 +42,11 @@ from pointsman_gateway.core.api.decode_body import Decoded, decode_light
 from pointsman_gateway.core.body_decompression import ACCEPTED, encoding_of
 from pointsman_gateway.core.cors import CorsPolicy
 from pointsman_gateway.core.http_message import Request, Response
+from pointsman_gateway.core.memory_budget import MemoryBudget
 from pointsman_gateway.core.pool_state import TokenizerStatus
 from pointsman_gateway.core.rate_limit_headers import anthropic_fields, openai_fields
 from pointsman_gateway.core.rate_limits import KeyCharge, LimitStatus, RateLimited, RateLimiter
 from pointsman_gateway.core.request.attempt_end_reports import AttemptBreakdown
-from pointsman_gateway.core.request.continuation import Continuations
 from pointsman_gateway.core.request.placement_messages import target_of
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import RequestTimeouts
@@ -189,7 +189,7 @@ class Gateway:
             self._breakdown,
             settings.expose_placement,
             settings.mark_session_ends,
-            Continuations(settings.continue_mb << 20),
+            MemoryBudget(settings.continue_mb << 20),
             settings.ext_proc_fallbacks,
         )
         self.ext_proc_port = 0

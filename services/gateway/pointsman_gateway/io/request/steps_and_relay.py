@@ -99,11 +99,11 @@ class EngineSteps:
         self._own_prefills = OwnPrefills()
         self._upstream: UpstreamResponse | None = None
         # A proxy sends a request once, so its answer cannot go on elsewhere.
-        self._tells = proxy is None and context.call.continuable and bool(shared.continuations.kept.limit)
+        self._tells = proxy is None and context.call.continuable and bool(shared.kept_bodies.limit)
         context.placement.movable = self._tells
         context.placement.streamed = context.call.stream
         self._sse = SseFilter(context.call.endpoint, hide_usage=context.call.hide_usage, tells=self._tells)
-        self._kept = Holding(shared.continuations.kept)
+        self._kept = Holding(shared.kept_bodies)
         self._kept.holder = request.holder
         self._moved = False  # operators have moved this attempt
         self._text: TextContinuation | None = None  # of an answer that goes on by its text
@@ -462,7 +462,7 @@ class EngineSteps:
     async def _may_continue(self) -> bool:
         """Return whether another instance may go on with the answer; prepare it if only its text is known. Mutates."""
         known = self._sse.can_continue
-        if not (known or self._sse.has_text) or not self._shared.continuations.may_continue(time.monotonic()):
+        if not (known or self._sse.has_text) or self._shared.continuations.take("", time.monotonic()):
             return False
         return known or await self._continues_text()
 
