@@ -78,10 +78,7 @@ def transfer_obstacle(call: ApiCall) -> str:
         return "prompt embeddings"
     if call.body.get("prompt_logprobs") is not None:
         return "prompt_logprobs recompute the prompt"
-    prompt = call.body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
-        return "several prompts"
-    return ""
+    return "several prompts" if call.prompts > 1 else ""
 
 
 def supports_inline_kv_transfer(call: ApiCall) -> bool:

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from pointsman_gateway.core.api import ApiCall, Endpoint
 from pointsman_gateway.core.api.anthropic_messages import DISABLED, disabled_effort, merged_system
 from pointsman_gateway.core.api.prompt_length import check_tokens
+from pointsman_gateway.core.api.sequences import prompts_of
 from pointsman_gateway.core.tokens import tokenizer_probes
 from pointsman_gateway.core.tokens.chat_template import ChatTemplate, Rendered
 from pointsman_gateway.core.tokens.encoders import FastEncoder, FastEncoderError, LibraryEncoder, fast_encoder_for
@@ -209,20 +210,14 @@ class ModelTokenizer:
             room = max(limits.memory - len(rendered.text), 0) // _TOKEN_BYTES
             return PendingPrompt(self, [text], context, room, media=rendered.media, steady=rendered.steady)
         add = call.body.get("add_special_tokens") is not False
-        given = call.body["prompt"]
-        if isinstance(given, str) or isinstance(given[0], int):
-            given = [given]
-        for prompt in given:
+        prompts: list[_Text | TokenIds] = []
+        for prompt in prompts_of(call.body):
             if isinstance(prompt, str):
                 self._check_chars(call.endpoint, len(prompt), context)
-        return PendingPrompt(
-            self,
-            [
-                self._text(prompt, add_special_tokens=add) if isinstance(prompt, str) else array("I", prompt)
-                for prompt in given
-            ],
-            context,
-        )
+                prompts.append(self._text(prompt, add_special_tokens=add))
+            else:
+                prompts.append(array("I", prompt))
+        return PendingPrompt(self, prompts, context)
 
     def _check_chars(self, endpoint: Endpoint, characters: int, context: int) -> None:
         """Raises ContextExceeded if a text has more characters than `context` tokens can have, as vLLM does (renderers/params.py,
