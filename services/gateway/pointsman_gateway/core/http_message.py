@@ -12,6 +12,7 @@ from pointsman_gateway.core.memory_budget import Holding
 from pointsman_gateway.core.request_trace import RequestTrace
 from pointsman_gateway.core.request_usage import RequestUsage
 
+JSON_FIELDS = {"Content-Type": "application/json"}
 _REASONS = {status.value: status.phrase for status in http.HTTPStatus}
 _NO_CONTROLS = dict.fromkeys((*range(32), 127), " ")
 # RFC 3986 3.2.2 and 3.2.3, without user information, and without a comma, which would join two Host fields.

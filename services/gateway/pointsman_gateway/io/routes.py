@@ -41,7 +41,7 @@ from pointsman_gateway.core.api import (
 from pointsman_gateway.core.api.decode_body import Decoded, decode_light
 from pointsman_gateway.core.body_decompression import ACCEPTED, encoding_of
 from pointsman_gateway.core.cors import CorsPolicy
-from pointsman_gateway.core.http_message import Request, Response
+from pointsman_gateway.core.http_message import JSON_FIELDS, Request, Response
 from pointsman_gateway.core.memory_budget import MemoryBudget
 from pointsman_gateway.core.pool_state import TokenizerStatus
 from pointsman_gateway.core.rate_limit_headers import anthropic_fields, openai_fields
@@ -677,7 +677,7 @@ def _tell_limits(request: Request, error_format: ErrorFormat, status: LimitStatu
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:
-    return Response(status, msgspec.json.encode(body), {"Content-Type": "application/json"})
+    return Response(status, msgspec.json.encode(body), {**JSON_FIELDS})
 
 
 def _error_format(request: Request) -> ErrorFormat:
@@ -691,7 +691,7 @@ def _write_error(request: Request, answer: Response) -> None:
 
 
 def _error(error: ApiRequestError, error_format: ErrorFormat) -> Response:
-    return Response(error.status, error.body(error_format), {"Content-Type": "application/json"} | error.headers())
+    return Response(error.status, error.body(error_format), JSON_FIELDS | error.headers())
 
 
 def _identified(answer: Response, error_format: ErrorFormat, request_id: str | None) -> Response:

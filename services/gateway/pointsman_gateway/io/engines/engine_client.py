@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from pointsman_gateway.core.api import ApiRequestError, was_aborted
-from pointsman_gateway.core.http_message import ResponseWriter
+from pointsman_gateway.core.http_message import JSON_FIELDS, ResponseWriter
 from pointsman_gateway.core.memory_budget import Holding
 from pointsman_gateway.core.request.request_events import Target
 from pointsman_gateway.core.streaming.rest_of_text import RestOfText
@@ -62,11 +62,6 @@ class Upstream:
     async def close(self) -> None:
         """Close every connection."""
         self._pool.close()
-
-    @property
-    def connections(self) -> int:
-        """Number of open connections to instances, including idle ones."""
-        return len(self._pool.connections)
 
     async def post(self, target: Target, path: str, payload: bytes, headers: Mapping[str, str]) -> UpstreamResponse:
         """Send a POST request; return the answer after its head. The caller must read the answer to its end or close it. Raises
@@ -152,24 +147,19 @@ class Upstream:
 
     async def tokenize(self, url: str, body: dict[str, Any], timeout_s: float) -> list[int] | None:
         """Return the token ids from the engine's /tokenize; None if it refuses the body (400 or 422). Raises UpstreamError."""
-        headers = {"Content-Type": "application/json"}
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self.post(Target("", url), "/tokenize", msgspec.json.encode(body), headers)
-                try:
-                    raw = await self.read_all(answer)
-                finally:
-                    answer.close()
+                asked = msgspec.json.encode(body)
+                answer = await self.post_for_body(Target("", url), "/tokenize", asked, JSON_FIELDS)
+            return msgspec.json.decode(answer, type=_Tokenized).tokens
         except TimeoutError as error:
             raise UpstreamError("/tokenize took too long") from error
-        if answer.status in (400, 422):
-            return None
-        if answer.status != 200:
-            raise UpstreamError(f"/tokenize answered {answer.status}", answer.status)
-        try:
-            return msgspec.json.decode(raw, type=_Tokenized).tokens
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UpstreamError("/tokenize answered without token ids") from error
+        except UpstreamError as error:
+            if error.status in (400, 422):
+                return None
+            raise
 
 
 class _Tokenized(msgspec.Struct):

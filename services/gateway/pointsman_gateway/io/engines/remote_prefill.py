@@ -12,6 +12,7 @@ from functools import partial
 
 from pointsman_common.core.kv_transfer_params import mooncake_fetch, mooncake_send, nixl_send
 from pointsman_gateway.core.api import ApiCall
+from pointsman_gateway.core.http_message import JSON_FIELDS
 from pointsman_gateway.core.request import transfer_params as kv
 from pointsman_gateway.core.request.request_events import StepAssigned, Target
 from pointsman_gateway.io.engines.engine_client import Upstream, UpstreamError
@@ -81,7 +82,7 @@ class KvReleases:
         for target in askable:
             try:
                 async with asyncio.timeout(RELEASE_WITHIN_S):
-                    answer = await self._upstream.post(target, path, body, {"Content-Type": "application/json"})
+                    answer = await self._upstream.post(target, path, body, JSON_FIELDS)
                     answer.close()
             except (TimeoutError, UpstreamError):
                 continue

@@ -10,7 +10,7 @@ from functools import partial
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_gateway.core.api import ApiRequestError, Endpoint, begins_with_error, redact_error, was_aborted
 from pointsman_gateway.core.forwarded_headers import client_headers, error_headers
-from pointsman_gateway.core.http_message import Request, Response
+from pointsman_gateway.core.http_message import JSON_FIELDS, Request, Response
 from pointsman_gateway.core.memory_budget import Holding
 from pointsman_gateway.core.request.attempt import Attempt
 from pointsman_gateway.core.request.continuation import ids_of, with_answer_record
@@ -60,7 +60,6 @@ from pointsman_gateway.io.request.shared_context import SharedContext
 # Maximum number of chunks that are kept of an answer whose ids the engine does not send, and the size of a chunk as it is kept,
 # bytes.
 TEXT_TOKENS, TEXT_TOKEN_BYTES = 2_048, 130
-_JSON = {"Content-Type": "application/json"}
 NOT_FOUND = 404
 # Number of events after which an answer that breaks off has not been broken by what broke it before.
 PROGRESS_TOKENS = 16
@@ -415,7 +414,7 @@ class EngineSteps:
     def _reject(self, error: ApiRequestError) -> ResponseRejected:
         """Set `error` as the answer. The instance did not fail."""
         body = error.body(self._context.call.endpoint.error_format)
-        self.whole_response = Response(error.status, body, _JSON | error.headers())
+        self.whole_response = Response(error.status, body, JSON_FIELDS | error.headers())
         return ResponseRejected(error.status, own=True)
 
     async def _keep_error(self, answer: UpstreamResponse) -> None:

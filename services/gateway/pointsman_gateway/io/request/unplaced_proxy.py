@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, unquote, urlencode
 from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import ApiRequestError, Endpoint, ErrorFormat, redact_error
 from pointsman_gateway.core.forwarded_headers import client_headers, error_headers
-from pointsman_gateway.core.http_message import Request, Response
+from pointsman_gateway.core.http_message import JSON_FIELDS, Request, Response
 from pointsman_gateway.core.memory_budget import Holding
 from pointsman_gateway.core.pool_state import instances_without
 from pointsman_gateway.core.request.local_placement import least_inflight
@@ -115,7 +115,7 @@ class UnplacedProxy:
     ) -> AsyncIterator[UpstreamResponse]:
         """Send a request and yield the instance's answer. It is closed at the end of the block, also after a timeout or a
         disconnect. Raises UpstreamError."""
-        answer = await self.upstream.send(target_of(instance), method, path, payload, _JSON)
+        answer = await self.upstream.send(target_of(instance), method, path, payload, JSON_FIELDS)
         try:
             yield answer
         finally:
@@ -136,9 +136,6 @@ async def _relay(answer: UpstreamResponse, request: Request) -> None:
             out.end()
         raise
     out.end()
-
-
-_JSON = {"Content-Type": "application/json"}
 
 
 def _whole(answer: UpstreamResponse, body: bytes, error_format: ErrorFormat) -> Response:
