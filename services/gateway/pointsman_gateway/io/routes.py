@@ -129,7 +129,9 @@ class Gateway:
         self._shared_usage = (
             SharedKeyLimitsFile(siblings.limits_file, siblings.number, siblings.count) if siblings else None
         )
-        self._rate_limiter = RateLimiter(self._shared_usage.store) if self._shared_usage is not None else RateLimiter()
+        self._rate_limiter = (
+            RateLimiter(self._shared_usage.usage_of) if self._shared_usage is not None else RateLimiter()
+        )
         self._aliases = settings.alias_map()
         self._cors = CorsPolicy(settings.cors_origins)
         token_cache = TokenCache(settings.token_cache_mb << 20)

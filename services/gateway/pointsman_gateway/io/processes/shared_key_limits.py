@@ -11,10 +11,11 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from pointsman_gateway.core.rate_limits import KeyUsage, TokenBucket
+from pointsman_gateway.core.rate_limits import KeyUsage, OpenUsage, TokenBucket
 
 _KEY_BYTES = 32
 _FIGURES = struct.Struct("8d q q q 4d")
@@ -41,8 +42,9 @@ class SharedKeyLimitsFile:
                 own = at + self._size - self._flights.size + number * 8
                 data[own : own + 8] = bytes(8)
 
-    def store(self, key: bytes) -> _SharedKeyLimits:
-        """Return the account of `key` (32 bytes, not all zero); add it if it is new. Raises ValueError for another key."""
+    def usage_of(self, key: bytes) -> OpenUsage:
+        """Return how the account of `key` (32 bytes, not all zero) is opened; add it if it is new. Raises ValueError for another
+        key."""
         if len(key) != _KEY_BYTES or not any(key):
             raise ValueError("the key must be a digest of 32 bytes, not all zero")
         with self._locked():
@@ -61,10 +63,10 @@ class SharedKeyLimitsFile:
                 data[at : at + _KEY_BYTES] = key
                 _FIGURES.pack_into(data, at + _KEY_BYTES, *_figures_of(KeyUsage()))
                 self._seen += self._size
-        return _SharedKeyLimits(self, at + _KEY_BYTES)
+        return partial(self._usage, at + _KEY_BYTES)
 
     @contextmanager
-    def usage(self, at: int) -> Iterator[KeyUsage]:
+    def _usage(self, at: int) -> Iterator[KeyUsage]:
         """Lock the file and yield the account whose figures start at offset `at`; write it back unless the block raises."""
         with self._locked():
             data, behind = self._mapped(), at + _FIGURES.size
@@ -123,12 +125,3 @@ def _figures_of(usage: KeyUsage) -> Iterator[float]:
         yield from (bucket.level, bucket.at)
     yield from (usage.shares, usage.slots, usage.peak, usage.leased_until, usage.empty_until)
     yield from (usage.used_requests, usage.used_tokens)
-
-
-class _SharedKeyLimits:
-    def __init__(self, usage_file: SharedKeyLimitsFile, at: int) -> None:
-        self._file = usage_file
-        self._at = at
-
-    def open(self) -> AbstractContextManager[KeyUsage]:
-        return self._file.usage(self._at)
