@@ -257,9 +257,10 @@ async def _piped(pieces: list[bytes], refuse: bytes) -> list[bytes]:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     answer = await asking
+    taker: Any = Taker()
     piping = asyncio.create_task(
         answer.pipe(
-            got.append, Passthrough(lambda chunk: chunk if refuse not in chunk.partition(b"\r\n")[2] else b"", Taker())
+            got.append, Passthrough(lambda chunk: chunk if refuse not in chunk.partition(b"\r\n")[2] else b"", taker)
         )
     )
     await asyncio.sleep(0)
@@ -283,7 +284,8 @@ async def test_ordinary_chunks_need_no_parser() -> None:
     class Taker:
         send = taken.append
 
-    piping = asyncio.create_task((await asking).pipe(parsed.append, Passthrough(lambda chunk: chunk, Taker())))
+    taker: Any = Taker()
+    piping = asyncio.create_task((await asking).pipe(parsed.append, Passthrough(lambda chunk: chunk, taker)))
     await asyncio.sleep(0)
     for _ in range(5):
         connection.data_received(chunk)

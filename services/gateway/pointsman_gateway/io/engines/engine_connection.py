@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import httptools
 
 from pointsman_gateway.core.dead_connections import Peer
-from pointsman_gateway.core.http_message import Headers
+from pointsman_gateway.core.http_message import Headers, ResponseWriter
 
 # Buffered bytes of an answer from which reading from the instance is paused.
 HIGH_WATER = 256 << 10
@@ -60,20 +60,13 @@ class Origin:
     tls: bool
 
 
-class Out(Protocol):
-    """The destination of a body's bytes that are sent unchanged."""
-
-    @property
-    def send(self) -> Callable[[bytes], None]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Passthrough:
     """A shortcut past the parser: of a chunk that arrives whole and alone `out` gets what `pass_whole` returns, with its framing;
     if that is empty, the chunk is parsed."""
 
     pass_whole: Callable[[bytes], bytes]
-    out: Out
+    out: ResponseWriter
 
 
 class Carrier(Protocol):

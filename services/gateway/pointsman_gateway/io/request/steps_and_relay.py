@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -320,12 +321,8 @@ class EngineSteps:
                 if answer.status >= 500 and answer.status != NOT_IMPLEMENTED:
                     await self._keep_error(answer)
                     raise UpstreamError(f"status {answer.status}", answer.status, refused=True)
-                if (
-                    answer.status == NOT_FOUND
-                    and self._context.lora
-                    and not call.previous_response_id
-                    and not self._proxy
-                ):
+                adapter = self._context.lora and not call.previous_response_id and not self._proxy
+                if answer.status == NOT_FOUND and adapter:
                     # It has unloaded the adapter, which its agent has not seen yet; others may have it.
                     await self._keep_error(answer)
                     return UpstreamFailed("the instance does not have the adapter", answer.status, innocent=True)
@@ -358,16 +355,11 @@ class EngineSteps:
                     self.close_upstream()
                     return self._reject(stored.missing(step.target.incarnation))
                 if answer.status >= 400:
-                    body = redact_error(call.endpoint.error_format, answer.status, body)
-                    headers = error_headers(answer.headers) | headers
-                else:
-                    headers = client_headers(answer.headers) | headers
-                if answer.status >= 400:
-                    self.whole_response = Response(answer.status, body, headers)
+                    self._set_error(answer.status, body, answer, headers)
                     return ResponseRejected(answer.status)
                 self._record_usage(attempt, usage_of(body, call.endpoint))
                 body = self._own_prefills.corrected(step.target.instance_id, body)
-                self.whole_response = Response(answer.status, body, headers)
+                self.whole_response = Response(answer.status, body, client_headers(answer.headers) | headers)
         except TransferError as error:
             return UpstreamFailed(str(error), 500)
         except OtherInstanceAnswered as other:
@@ -379,12 +371,11 @@ class EngineSteps:
         except NoRoomForAnswer as no_room:
             return self._reject(no_room)
         except UpstreamError as error:
-            innocent = isinstance(error, InnocentFailure)
             return UpstreamFailed(
                 error.text,
                 error.status,
                 error.refused,
-                innocent=innocent,
+                innocent=isinstance(error, InnocentFailure),
                 moved=self._moved,
                 broke=error.broke and not self._moved,
                 unreached=not error.sent,
@@ -425,10 +416,11 @@ class EngineSteps:
             body = b""
         self._set_error(answer.status, body, answer)
 
-    def _set_error(self, status: int, body: bytes, answer: UpstreamResponse) -> None:
-        error_format = self._context.call.endpoint.error_format
-        redacted = redact_error(error_format, status, body)
-        self.whole_response = Response(status, redacted, error_headers(answer.headers))
+    def _set_error(
+        self, status: int, body: bytes, answer: UpstreamResponse, headers: Mapping[str, str] | None = None
+    ) -> None:
+        redacted = redact_error(self._context.call.endpoint.error_format, status, body)
+        self.whole_response = Response(status, redacted, {**error_headers(answer.headers), **(headers or {})})
 
     async def relay_response(self, attempt: Attempt, headers: dict[str, str]) -> Event:
         """Relay the answer from its first byte to its end. If the client disconnects this is cancelled; see stream_end()."""
