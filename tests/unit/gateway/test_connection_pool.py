@@ -136,7 +136,7 @@ async def test_nobody_who_reads_means_nothing_is_read() -> None:
         large = 20 * HIGH_WATER
         there.answers = [[b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % large, b"x" * large]]
         answer = await ask(there, here)
-        while not answer._paused:  # noqa: ASYNC110
+        while not answer.paused:  # noqa: ASYNC110
             await asyncio.sleep(0)
         held = len(answer.arrived)
         assert HIGH_WATER < held < 3 * HIGH_WATER

@@ -98,7 +98,7 @@ async def serving(
             credentials = _ext_proc_credentials(settings)
             with listening(settings, "ext_proc_listen"):
                 await proxies.start(settings.ext_proc_listen, credentials)
-            gateway.ext_proc_port, gateway.proxy_streams = proxies.port, proxies.open
+            gateway.ext_proc_port, gateway.proxy_streams = proxies.port, streams.open
             log.info("gateway serves proxies", port=proxies.port)
         yield gateway, f"http{'s' if tls else ''}://{bound}"
     finally:
@@ -165,7 +165,7 @@ async def serve(
         except (OSError, ValueError) as error:
             # An address in use or an unusable keys file is the operator's to mend: a message, not a traceback.
             raise SystemExit(f"pointsman gateway: {reason_with_setting(error, settings)}") from None
-        keys = gateway.keys_needed
+        keys = gateway.keys.needed
         log.info("gateway serves", url=url, gateway_id=settings.gateway_id, keys=keys)
         listens = filter(None, (settings.listen, settings.ext_proc_listen))
         if not keys and not all(map(is_loopback, listens)):

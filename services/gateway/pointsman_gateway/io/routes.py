@@ -125,7 +125,7 @@ class Gateway:
         TlsSettings().for_channel()
         self._siblings = siblings
         self._settings = settings
-        self._keys = ApiKeys(settings.api_keys_file, KeysFromEnvironment().lines())
+        self.keys = ApiKeys(settings.api_keys_file, KeysFromEnvironment().lines())
         self._shared_usage = (
             SharedKeyLimitsFile(siblings.limits_file, siblings.number, siblings.count) if siblings else None
         )
@@ -170,7 +170,7 @@ class Gateway:
         self.telemetry.limit_gateways.set_function(lambda: self._rate_limiter.gateways)
         group = settings.gateway_id if siblings is None else settings.gateway_id.removesuffix(f"-{siblings.number}")
         self._leases = KeyLimitLeases(
-            self._rate_limiter, self.router, group, lambda: self._keys.limited, self.telemetry.accounted.set
+            self._rate_limiter, self.router, group, lambda: self.keys.limited, self.telemetry.accounted.set
         )
         timeouts = RequestTimeouts(
             placement_s=settings.placement_timeout_s,
@@ -217,11 +217,6 @@ class Gateway:
         self._session = Route("/v1/sessions/{id}", "DELETE", self._end_session)
         self._stored = Route("/v1/responses/{id}", "GET", self._stored_response)
         self._cancel = Route("/v1/responses/{id}/cancel", "POST", self._stored_response)
-
-    @property
-    def keys_needed(self) -> bool:
-        """Whether clients must show a key."""
-        return self._keys.needed
 
     @property
     def usable(self) -> bool:
@@ -516,7 +511,7 @@ class Gateway:
         if light is not None:
             read = await self._read(endpoint, request, client, key_charge, received_at, light, dry=dry)
         else:
-            async with self._preparer.large_turn(client):
+            async with self._preparer.large_turns.turn(client):
                 read = await self._read(endpoint, request, client, key_charge, received_at, None, dry=dry)
         del light  # its values are released
         if isinstance(read, ApiCall):
@@ -650,9 +645,9 @@ class Gateway:
         return self._settings.silence_s if client.silence_s is None else client.silence_s
 
     def _client(self, request: Request) -> Client:
-        if self._keys.refresh(time.monotonic()):
-            self._rate_limiter.keep(self._keys.digests)
-        client = self._keys.client_of(request.headers.get("Authorization", ""), request.headers.get("x-api-key", ""))
+        if self.keys.refresh(time.monotonic()):
+            self._rate_limiter.keep(self.keys.digests)
+        client = self.keys.client_of(request.headers.get("Authorization", ""), request.headers.get("x-api-key", ""))
         if client is None:
             raise ApiRequestError(401, "A valid API key is needed.", code="invalid_api_key")
         return client

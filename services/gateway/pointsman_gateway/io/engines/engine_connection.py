@@ -101,7 +101,7 @@ class UpstreamResponse:
         self._error: UpstreamError | None = None
         self._pieces: list[bytes] = []
         self._size = 0
-        self._paused = False
+        self.paused = False  # whether reading is
         self._changed: asyncio.Future[None] | None = None
         self.sink: Callable[[bytes], None] | None = None  # receives the pieces of a body that is piped
         self.passthrough: Passthrough | None = None
@@ -110,11 +110,6 @@ class UpstreamResponse:
     def media_type(self) -> str:
         """The body's type in lower case, without parameters."""
         return self.headers.get("content-type").partition(";")[0].strip().lower()
-
-    @property
-    def paused(self) -> bool:
-        """Whether reading is paused."""
-        return self._paused
 
     @property
     def heard_at(self) -> float:
@@ -169,14 +164,14 @@ class UpstreamResponse:
 
     def pause(self) -> None:
         """Pause reading the answer from the instance."""
-        if self._carrier is not None and not self._paused:
-            self._paused = True
+        if self._carrier is not None and not self.paused:
+            self.paused = True
             self._carrier.pause()
 
     def resume(self) -> None:
         """Resume reading the answer from the instance."""
-        if self._paused and self._carrier is not None:
-            self._paused = False
+        if self.paused and self._carrier is not None:
+            self.paused = False
             self._carrier.resume()
 
     def give_up(self, text: str) -> None:

@@ -213,6 +213,7 @@ class ClientConnection(asyncio.Protocol):
         self.server = server
         self.lost = False
         self.source: Source | None = None
+        self.full = False  # more than HIGH_WATER bytes are unsent
         self.deadline = math.inf
         self._limits = server.limits
         self._surplus = False
@@ -220,7 +221,6 @@ class ClientConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._task: asyncio.Task[None] | None = None
         self._more = False  # bytes came while a request was being answered
-        self._full = False  # more than HIGH_WATER bytes are unsent
         self._rest = _NOTHING  # the part of a whole answer that the transport has not received yet
         self._watched = 0  # unsent bytes at `_watched_at`, the reference for the client's read rate
         self._watched_at = 0.0
@@ -280,20 +280,15 @@ class ClientConnection(asyncio.Protocol):
         if self._state in (_State.BUSY, _State.FLUSHING):
             self._transport.abort()
 
-    @property
-    def full(self) -> bool:
-        """Whether more than HIGH_WATER bytes are unsent."""
-        return self._full
-
     def pause_writing(self) -> None:
-        self._full = True
+        self.full = True
         if self._state is _State.BUSY:
             self._watch(time.monotonic())
         if self.source is not None:
             self.source.pause()
 
     def resume_writing(self) -> None:
-        self._full = False
+        self.full = False
         if self._state is _State.BUSY:
             self.deadline = math.inf
         elif self._state is _State.FLUSHING:
@@ -508,7 +503,7 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
             return
         self._request = None
-        if self._rest or self._full:
+        if self._rest or self.full:
             # The next request waits, because answers to a client that reads none would fill the memory.
             self._state = _State.FLUSHING
             self._transport.pause_reading()
@@ -519,10 +514,10 @@ class ClientConnection(asyncio.Protocol):
 
     def _flush(self) -> None:
         """Write the rest of the answer to the transport until its buffer is full."""
-        while self._rest and not self._full and not self._transport.is_closing():
+        while self._rest and not self.full and not self._transport.is_closing():
             piece, self._rest = self._rest[:HIGH_WATER], self._rest[HIGH_WATER:]
             self._transport.write(piece)
-        if not self._rest and not self._full:
+        if not self._rest and not self.full:
             self._rest = _NOTHING
             self._answer_sent()
             self._transport.resume_reading()
