@@ -107,18 +107,16 @@ class RequestStateMachine:
         self._inline_kv_transfer = inline_kv_transfer
         self._serve_only = False  # a step of this attempt failed: only a SERVE without a KV transfer may follow
         self._early_step: StepAssigned | None = None  # the step after the PREFILL, already sent
-        self._early_failure: UpstreamFailed | PullEnded | None = (
-            None  # failure of the early step while the router has not assigned it yet
-        )
+        # Failure of the early step while the router has not assigned it yet.
+        self._early_failure: UpstreamFailed | PullEnded | None = None
         self._computed_at = ""  # instance that computed a part of the prompt in an attempt which lost its router
         self._exclude: list[str] = []
         self._refused_by: list[str] = []  # instances that answered 5xx to the request, or to a PREFILL of it
         self._rejected_by: list[str] = []  # instances that answered 4xx to the request, and are doubted
         # Status of an error to the whole request (BROKE: a broken connection) -> the instances that sent it.
         self._refusals: dict[int, list[str]] = {}
-        self._left: tuple[
-            str, ...
-        ] = ()  # instances that were left in the middle of a step, because another one's failed
+        # Instances that were left in the middle of a step, because another one's failed.
+        self._left: tuple[str, ...] = ()
         self._compares = False  # the attempt is to show whether an instance that answered 4xx was right
         self._attempts = 0
         self._retries = 0  # attempts after a failure

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from array import array
-from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +18,7 @@ from pointsman_gateway.core.api.anthropic_messages import DISABLED, disabled_eff
 from pointsman_gateway.core.api.prompt_length import check_tokens
 from pointsman_gateway.core.api.sequences import prompts_of
 from pointsman_gateway.core.tokens import tokenizer_probes
-from pointsman_gateway.core.tokens.chat_template import ChatTemplate, Rendered
+from pointsman_gateway.core.tokens.chat_template import ChatTemplate, Rendered, common_prefix
 from pointsman_gateway.core.tokens.encoders import FastEncoder, FastEncoderError, LibraryEncoder, fast_encoder_for
 from pointsman_gateway.core.tokens.render_budget import OverBudget, Unrenderable, light_limits, thread_limits
 from pointsman_gateway.core.tokens.split_points import SplitPoints, split_points_for
@@ -104,7 +103,8 @@ class PendingPrompt:
                 raise Unrenderable("more tokens than there is memory for")
             if self._most_tokens and len(every[-1]) > self._most_tokens:
                 break
-        common = _common(every) if len(every) > 1 else 0
+        # What all begin with is what the first and the last one in lexicographic order do.
+        common = common_prefix(min(every), max(every)) if len(every) > 1 else 0
         return Prompt(every[0], tuple(map(len, every)), self._media, self._steady, common)
 
 
@@ -338,9 +338,3 @@ class ModelTokenizer:
                 )
                 return SplitPoints()
         return cuts
-
-
-def _common(prompts: Sequence[TokenIds]) -> int:
-    """Return the number of tokens that all prompts begin with: those of the first and the last one in lexicographic order."""
-    first, last = min(prompts), max(prompts)
-    return bisect_left(range(min(len(first), len(last))), True, key=lambda at: first[: at + 1] != last[: at + 1])

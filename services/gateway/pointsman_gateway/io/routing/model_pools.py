@@ -176,7 +176,6 @@ class ModelPools:
     # Calls from checks (Tokenizers).
 
     def set_status(self, state: PoolState, tokenizer_status: TokenizerStatus, reason: str = "") -> None:
-        """See Tokenizers."""
         if (state.tokenizer_status, state.reason) == (tokenizer_status, reason):
             return
         state.tokenizer_status, state.reason = tokenizer_status, reason
@@ -187,7 +186,6 @@ class ModelPools:
             log.warning("placing without block keys", model=state.pool.model, reason=reason)
 
     def source(self, state: PoolState) -> str:
-        """See Tokenizers."""
         return self._tokenizers.get(state.pool.model) or state.pool.model_root
 
     def is_pinned(self, source: str) -> bool:
@@ -215,7 +213,6 @@ class ModelPools:
             self._start_proof(loading.result())
 
     async def compare(self, state: PoolState, url: str) -> str | None:
-        """See Tokenizers."""
         assert state.tokenizer is not None
         try:
             return await first_difference(self._upstream, url, state.pool.model, state.tokenizer)
