@@ -55,12 +55,6 @@ class WithoutRouter:
 NO_INSTANCE = "No instance is ready for this model."
 
 
-def _cancellation_of(request_id: str) -> placement_pb2.Finished:
-    return placement_pb2.Finished(
-        request_id=request_id, outcome=placement_pb2.OUTCOME_CANCELLED, error="the placement came too late"
-    )
-
-
 class NoRouter(Exception):
     """Raised if there is no router to ask, or it was lost before it answered."""
 
@@ -276,10 +270,8 @@ class RouterClient:
 
     def step_done(self, request_id: str, index: int) -> None:
         """Report that a PREFILL step is done whose next step has already been sent."""
-        entry = self._requests.get(request_id)
-        if entry is not None:
-            done = placement_pb2.StepDone(request_id=request_id, step_index=index, ok=True)
-            self._report(entry, placement_pb2.SessionRequest(step_done=done))
+        done = placement_pb2.StepDone(request_id=request_id, step_index=index, ok=True)
+        self._report(self._requests[request_id], placement_pb2.SessionRequest(step_done=done))
 
     def placed(self, request: placement_pb2.PlacementRequest, instance_id: str, cached_tokens: int) -> None:
         """Store the instance of a request until finished(), and drop its block keys: the request is not submitted again."""
@@ -296,9 +288,8 @@ class RouterClient:
 
     def served_alone(self, request_id: str) -> None:
         """Report that a request runs on the instance of the last placed(), without the step that its router would have sent."""
-        entry = self._requests.get(request_id)
-        if entry is not None:
-            self._report(entry, placement_pb2.SessionRequest(open_stream=entry.open_stream()))
+        entry = self._requests[request_id]
+        self._report(entry, placement_pb2.SessionRequest(open_stream=entry.open_stream()))
 
     def first_token(self, request_id: str, refused_by: Sequence[str] = ()) -> None:
         """Report a request's first byte, and the instances that refused the request before."""
@@ -316,15 +307,12 @@ class RouterClient:
 
     def answer_begins(self, request_id: str, answer: OpenAnswer) -> None:
         """Set what is asked of a request's answer when the request is announced, and for reports of what engines send."""
-        entry = self._requests.get(request_id)
-        if entry is not None:
-            entry.open_answer, entry.progressed_at = answer, time.monotonic()
+        entry = self._requests[request_id]
+        entry.open_answer, entry.progressed_at = answer, time.monotonic()
 
     def on_move(self, request_id: str, move: Callable[[placement_pb2.Move], None]) -> None:
         """Set the function that is called when a router asks for the request to leave its instance."""
-        entry = self._requests.get(request_id)
-        if entry is not None:
-            entry.move = move
+        self._requests[request_id].move = move
 
     def finished(self, finished: placement_pb2.Finished) -> None:
         """Report an attempt's end. If no router is connected, the next hello reports the end by not listing the attempt."""
@@ -712,7 +700,9 @@ class RouterClient:
             # The client has disconnected, or the request was submitted to another router: this router must release its
             # reservation. A later step needs no message, because the end of the request releases its reservations.
             if isinstance(step, placement_pb2.Placement) and step.step.index == 0:
-                session.send(placement_pb2.SessionRequest(finished=_cancellation_of(request_id)), REPORT_DELAY_S)
+                late = placement_pb2.Finished(request_id=request_id, outcome=placement_pb2.OUTCOME_CANCELLED)
+                late.error = "the placement came too late"
+                session.send(placement_pb2.SessionRequest(finished=late), REPORT_DELAY_S)
             return
         if entry.answer is None or entry.answer.done():
             return

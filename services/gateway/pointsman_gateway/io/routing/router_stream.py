@@ -111,9 +111,7 @@ class RouterSession:
             except grpc.aio.AioRpcError as error:
                 may_be_starting = error.code() is grpc.StatusCode.UNAVAILABLE and loop.time() - began < STARTUP_S
                 reason = f"{error.code().name}: {error.details()}"
-            except TimeoutError as error:
-                reason = str(error)
-            except OutOfStep as error:
+            except (TimeoutError, OutOfStep) as error:
                 reason = str(error)
             except Exception as error:
                 # A fault ends the session but not this task, which is the gateway's only connection to the router.
