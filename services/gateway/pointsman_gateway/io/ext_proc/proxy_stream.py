@@ -73,57 +73,18 @@ class Streams:
         self.open: set[ProxyStream] = set()
 
 
-class ProxyWriter:
-    """Writes the client's answer to the proxy; implements pointsman_gateway.core.http_message.ResponseWriter."""
+class ProxyStream:
+    """One stream. It is the Proxy of its request, the Carrier of the answer, and the ResponseWriter of what the client gets."""
 
     chunked = False  # HTTP's framing is the proxy's
     opened = False
-
-    def __init__(self, stream: ProxyStream, outgoing: Outgoing) -> None:
-        self._stream = stream
-        self._outgoing = outgoing
-        self.send = outgoing.body
-        self.begun = self.ended = self.lost = False
-
-    @property
-    def full(self) -> bool:
-        """Whether so much is unsent that the source is paused."""
-        return self._outgoing.full
-
-    def ping_in_silence(self, interval_s: float, since: float, headers: dict[str, str], ping: bytes) -> None:
-        """Do nothing: the head of a proxy's answer is the instance's."""
-
-    def begin(self, status: int, headers: dict[str, str], source: Source) -> None:
-        """Send the head, whose status is that of the instance's."""
-        self.begun = True
-        self._stream.send_head(status, headers)
-        self._outgoing.pause_for(source)
-
-    def go_on(self, source: Source) -> None:
-        """Replace the source."""
-        self._outgoing.pause_for(source)
-
-    def write(self, piece: bytes) -> None:
-        """Send one non-empty piece of the body."""
-        self._outgoing.body(piece)
-
-    def end(self) -> None:
-        """Send the end of the body."""
-        self._stream.send_end()
-        self.ended = True
-
-    def abort(self) -> None:
-        """Do nothing: a stream whose body has not ended is broken off."""
-
-
-class ProxyStream:
-    """One stream. It is the Proxy of its request, and the Carrier of the answer."""
 
     def __init__(self, streams: Streams, context: Context) -> None:
         self._streams = streams
         self._context = context
         self._outgoing = Outgoing(context.write)
-        self._writer = ProxyWriter(self, self._outgoing)
+        self.send = self._outgoing.body
+        self.begun = self.ended = self.lost = False
         self._held_body = Holding(streams.bodies)
         self._held_answer = Holding(streams.answers)
         self._target = ""  # path and query of the request
@@ -193,12 +154,12 @@ class ProxyStream:
             await asyncio.wait({self._work})
             whole = self._send_result(self._work)
             self._outgoing.end()
-            if not self._writer.lost:
+            if not self.lost:
                 await asyncio.wait({sending})
-            if not whole and not self._writer.lost:
+            if not whole and not self.lost:
                 await self._context.abort(grpc.StatusCode.INTERNAL, "the answer was broken off")
         finally:
-            self._writer.lost = True
+            self.lost = True
             self._outgoing.stop()
             self._work.cancel()
             reading.cancel()
@@ -214,13 +175,13 @@ class ProxyStream:
         assert self._work is not None
         self._work.cancel()
         if sending.done():
-            self._writer.lost = True
+            self.lost = True
         elif (fault := reading.exception()) is not None:
             log.warning("a message of a proxy cannot be handled", reason=f"{type(fault).__name__}: {fault}"[:200])
             self._disorder = True
         else:
             self._disorder = not reading.result()
-            self._writer.lost = not self._disorder
+            self.lost = not self._disorder
 
     # The request.
 
@@ -244,9 +205,7 @@ class ProxyStream:
         pseudo, headers = messages.head_of(received)
         self._target = pseudo.get(":path", "")
         path, query = self._path(), self._target.partition("?")[2]
-        request = ExtProcRequest(
-            pseudo.get(":method", ""), path, query, headers, self._writer, self._held_answer, proxy=self
-        )
+        request = ExtProcRequest(pseudo.get(":method", ""), path, query, headers, self, self._held_answer, proxy=self)
         self._request = request
         refusal = self._streams.handler.admit(request)
         if refusal is None and message.HasField("protocol_config"):
@@ -419,7 +378,7 @@ class ProxyStream:
         self._head_here.set()
         if not self._endpoints:
             # The proxy itself has answered the client: a timeout of its own.
-            self._writer.lost = True
+            self.lost = True
             assert self._work is not None
             self._work.cancel()
         return True
@@ -440,12 +399,38 @@ class ProxyStream:
             self._answer.end(UpstreamError(text, self._answer.status))
 
     def abort(self) -> None:
-        """Do nothing: the proxy breaks the answer off when the stream ends."""
+        """Do nothing, as Carrier and as ResponseWriter: the proxy breaks the answer off when the stream ends."""
 
-    # The client's side.
+    # The client's side (ResponseWriter).
 
-    def send_head(self, status: int, headers: Mapping[str, str]) -> None:
-        """Send the head of the client's answer."""
+    @property
+    def full(self) -> bool:
+        """Whether so much is unsent that the source is paused."""
+        return self._outgoing.full
+
+    def ping_in_silence(self, interval_s: float, since: float, headers: dict[str, str], ping: bytes) -> None:
+        """Do nothing: the head of a proxy's answer is the instance's."""
+
+    def begin(self, status: int, headers: dict[str, str], source: Source) -> None:
+        """Send the head."""
+        self.begun = True
+        self._send_head(status, headers)
+        self.go_on(source)
+
+    def go_on(self, source: Source) -> None:
+        """Replace the source."""
+        self._outgoing.pause_for(source)
+
+    def write(self, piece: bytes) -> None:
+        """Send one non-empty piece of the body."""
+        self._outgoing.body(piece)
+
+    def end(self) -> None:
+        """Send the end of the body."""
+        self._send_end()
+        self.ended = True
+
+    def _send_head(self, status: int, headers: Mapping[str, str]) -> None:
         assert self._answer is not None
         assert self._request is not None
         self._held_body.let_go()
@@ -453,8 +438,7 @@ class ProxyStream:
         fields = dict(headers) | self._request.answer_fields
         self._outgoing.message(messages.response_head(changed, self._answer_fields, fields))
 
-    def send_end(self) -> None:
-        """Send the end of the answer's body."""
+    def _send_end(self) -> None:
         if self._answer_trailers:
             self._outgoing.message(pb.ProcessingResponse(response_trailers=pb.TrailersResponse()))
         else:
@@ -463,8 +447,8 @@ class ProxyStream:
     def _send_result(self, work: asyncio.Future[Response | None]) -> bool:
         """Send what the work returned; return False for an answer that was broken off."""
         if work.cancelled():
-            if self._writer.begun:
-                return self._writer.ended
+            if self.begun:
+                return self.ended
             self._send_whole(self._error(*(_OUT_OF_ORDER if self._disorder else SHUTTING_DOWN)))
             return True
         if (fault := work.exception()) is not None:
@@ -473,17 +457,17 @@ class ProxyStream:
         if (response := work.result()) is not None:
             self._send_whole(response)
             return True
-        return self._writer.ended
+        return self.ended
 
     def _send_whole(self, response: Response) -> None:
-        if self._writer.lost:
+        if self.lost:
             return
         if self._answer is None or self._bodiless:
             self._outgoing.message(self._immediate(response))
             return
-        self.send_head(response.status, response.headers)
+        self._send_head(response.status, response.headers)
         self._outgoing.body(response.body)
-        self.send_end()
+        self._send_end()
 
     def _immediate(self, response: Response) -> pb.ProcessingResponse:
         fields = self._request.answer_fields if self._request is not None else {}
