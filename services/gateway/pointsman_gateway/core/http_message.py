@@ -156,20 +156,20 @@ def without_controls(value: str) -> str:
 
 def head_bytes(status: int, headers: Mapping[str, str], *framing: str) -> bytes:
     """Return the status line and fields of a response. Control characters become spaces: no value can start another field."""
-    lines = [f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}"]
-    lines += [f"{name}: {without_controls(value)}" for name, value in headers.items()]
-    lines += framing
-    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
+    return _head([f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}"], headers, framing)
 
 
 def request_bytes(method: str, path: str, host: str, headers: Mapping[str, str], body: bytes) -> list[bytes]:
     """Return a request as pieces to write. Control characters in fields become spaces."""
-    lines = [f"{method} {path} HTTP/1.1", f"Host: {host}"]
-    lines += [f"{name}: {without_controls(value)}" for name, value in headers.items()]
-    if body or method == "POST":
-        lines.append(f"Content-Length: {len(body)}")
-    head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
+    framing = [f"Content-Length: {len(body)}"] if body or method == "POST" else []
+    head = _head([f"{method} {path} HTTP/1.1", f"Host: {host}"], headers, framing)
     return [head, body] if body else [head]
+
+
+def _head(lines: list[str], headers: Mapping[str, str], framing: Iterable[str]) -> bytes:
+    lines += [f"{name}: {without_controls(value)}" for name, value in headers.items()]
+    lines += framing
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
 
 
 def path_of(target: str) -> str:

@@ -20,8 +20,7 @@ from pointsman_gateway.core.api import (
 )
 from pointsman_gateway.core.json_object import json_object
 from pointsman_gateway.core.streaming.id_comments import end_of_comment, ids_in, incomplete, without_comments
-from pointsman_gateway.core.streaming.parse_stream_end import StreamEnd
-from pointsman_gateway.core.streaming.stream_tail import StreamTail
+from pointsman_gateway.core.streaming.parse_stream_end import StreamEnd, StreamTail
 
 # Maximum size of a held incomplete event, bytes. A longer one is sent in parts.
 MAX_HELD_BYTES = 64 << 10

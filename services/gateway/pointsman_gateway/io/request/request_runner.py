@@ -126,7 +126,7 @@ class RequestRunner:
             match effect:
                 case ev.AskRouter():
                     self._attempt.begin_placement(effect.attempt_id, time.monotonic())
-                    self._start(self._ask_router(effect))
+                    self._pending.append(self._ask_router(effect))
                 case ev.AdoptInstance():
                     self._attempt.begin_placement(effect.step.attempt_id, time.monotonic())
                     self._request_of(effect.step.attempt_id, ())
@@ -135,17 +135,17 @@ class RequestRunner:
                     if effect.error:
                         steps.step_failed()
                         log.info("a step failed", request_id=effect.attempt_id, step=effect.index, error=effect.error)
-                    self._start(self._ask_next_step(effect))
+                    self._pending.append(self._ask_next_step(effect))
                 case ev.Prefill():
                     self._record_step(effect.step)
-                    self._start(steps.prefill(effect.step))
+                    self._pending.append(steps.prefill(effect.step))
                 case ev.PullKv():
                     self._record_step(effect.step, early=effect.early)
-                    self._start(steps.pull(effect.step, early=effect.early))
+                    self._pending.append(steps.pull(effect.step, early=effect.early))
                 case ev.Serve():
                     self._record_step(effect.step, early=effect.early)
                     headers = self._headers(effect.step)
-                    self._start(steps.serve(effect.step, self._attempt, headers, early=effect.early))
+                    self._pending.append(steps.serve(effect.step, self._attempt, headers, early=effect.early))
                 case ev.AdoptEarlyStep():
                     self._record_step(effect.step)
                 case ev.ReportStepDone():
@@ -168,9 +168,6 @@ class RequestRunner:
                     self._failure = effect
                 case ev.EndStreamWithError():
                     self._stream_broken = True
-
-    def _start(self, operation: Coroutine[Any, Any, ev.Event]) -> None:
-        self._pending.append(operation)
 
     def _record_step(self, step: ev.StepAssigned, *, early: bool = False) -> None:
         if early:
@@ -278,8 +275,8 @@ class RequestRunner:
 
     async def _relay_response(self) -> ev.Event:
         self._steps.keep_prompt()
-        before = self._steps.streamed_tokens
-        answer = OpenAnswer(partial(self._streamed_since, before), self._steps.waits_for_bytes, self._steps.heard_at)
+        steps, before = self._steps, self._steps.streamed_tokens
+        answer = OpenAnswer(lambda: steps.streamed_tokens - before, steps.waits_for_bytes, steps.heard_at)
         self._shared.router.answer_begins(self._state_machine.attempt_id, answer)
         try:
             assert self._state_machine.step is not None
@@ -291,9 +288,6 @@ class RequestRunner:
             if stream_end.complete or stream_end.error:
                 self._handle(ev.ResponseEnded(stream_end.error))
             raise
-
-    def _streamed_since(self, before: int) -> int:
-        return self._steps.streamed_tokens - before
 
     def _abort(self) -> None:
         for operation in self._pending:

@@ -153,9 +153,9 @@ class ModelPools:
         await asyncio.gather(*(check.close() for check in self._checks.values()), *self._closing)
 
     def _publish(self, state: PoolState) -> None:
-        self._telemetry.tokenizer_is_exact(state.pool.model, state.tokenizer_status is TokenizerStatus.EXACT)
-        if state.tokenizer is not None:
-            self._telemetry.tokenizer_is_fast(state.pool.model, state.tokenizer.is_fast)
+        exact = state.tokenizer_status is TokenizerStatus.EXACT
+        fast = state.tokenizer.is_fast if state.tokenizer is not None else None
+        self._telemetry.tokenizer_is(state.pool.model, exact=exact, fast=fast)
 
     def _start_proof(self, tokenizer: ModelTokenizer) -> None:
         loop, loaded = asyncio.get_running_loop(), weakref.ref(tokenizer)

@@ -44,8 +44,7 @@ class GatewayMetrics:
         self._removal: Iterator[None] = iter(())  # each step removes at most one series of a model that is gone
         self.registry = CollectorRegistry()
         # Registered first, because collectors run in this order: series of gone models end before they are read.
-        self.registry.register(_EndOfGoneModels(self._end_gone_models))
-        self.registry.register(_TokenCacheCollector(token_cache))
+        self.registry.register(_AtEachScrape(self._end_gone_models, token_cache))
         of = self.registry
 
         def children(kind: type[M], name: str, text: str, *labels: str) -> MetricChildren[M]:
@@ -168,15 +167,13 @@ class GatewayMetrics:
                 self._fast.forget((model,))
         self._end_gone_models()
 
-    def tokenizer_is_exact(self, model: str, exact: bool) -> None:
-        """Set whether a model's tokens equal its engines'; no effect for a model outside the fleet. Mutates."""
+    def tokenizer_is(self, model: str, *, exact: bool, fast: bool | None) -> None:
+        """Set whether a model's tokens equal its engines', and whether fastokens encodes its prompts (None: nothing does yet). No
+        effect for a model outside the fleet. Mutates."""
         if self._models.get(model) == math.inf:
             self._exact[model,].set(exact)
-
-    def tokenizer_is_fast(self, model: str, fast: bool) -> None:
-        """Set whether fastokens encodes a model's prompts; no effect for a model outside the fleet. Mutates."""
-        if self._models.get(model) == math.inf:
-            self._fast[model,].set(fast)
+            if fast is not None:
+                self._fast[model,].set(fast)
 
     def _label(self, model: str) -> str:
         return model if model in self._models else ""
@@ -202,26 +199,16 @@ class GatewayMetrics:
                 yield
 
 
-class _EndOfGoneModels(Collector):
-    """A collector without metrics that removes series of gone models before each scrape."""
+class _AtEachScrape(Collector):
+    """Removes series of gone models, and reads the token cache's counters, so that requests need not count them again."""
 
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end = end
-
-    def collect(self) -> Iterable[Metric]:
-        """Remove ended series; return no metrics."""
-        self._end()
-        return ()
-
-
-class _TokenCacheCollector(Collector):
-    """Collector that reads the token cache's counters at each scrape, so that requests need not count them again."""
-
-    def __init__(self, cache: TokenCache) -> None:
+    def __init__(self, end_gone_models: Callable[[], None], cache: TokenCache) -> None:
+        self._end_gone_models = end_gone_models
         self._cache = cache
 
     def collect(self) -> Iterator[Metric]:
         """The cache's counters."""
+        self._end_gone_models()
         name = f"{_NAMESPACE}_token_cache"
         characters = CounterMetricFamily(
             f"{name}_characters", "Characters of prompts, by whether their tokens were cached", labels=["known"]
