@@ -66,11 +66,8 @@ class PoolState:
 
     def tokenizer_for(self, endpoint: Endpoint) -> ModelTokenizer | None:
         """Return the tokenizer if its tokens of the API's prompts equal the engine's, else None."""
-        return (
-            self.tokenizer
-            if self.tokenizer_status is TokenizerStatus.EXACT and endpoint not in self.inexact_endpoints
-            else None
-        )
+        exact = self.tokenizer_status is TokenizerStatus.EXACT and endpoint not in self.inexact_endpoints
+        return self.tokenizer if exact else None
 
 
 def _place(root: str) -> str:

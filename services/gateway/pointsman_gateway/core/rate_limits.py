@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeAlias
 
 from pointsman.router.v1 import placement_pb2
@@ -346,7 +345,8 @@ OpenUsage: TypeAlias = Callable[[], AbstractContextManager[KeyUsage]]
 
 
 def _of_this_process(key: bytes) -> OpenUsage:
-    return partial(nullcontext, KeyUsage())
+    usage = KeyUsage()
+    return lambda: nullcontext(usage)
 
 
 @dataclass

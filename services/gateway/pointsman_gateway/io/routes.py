@@ -126,12 +126,11 @@ class Gateway:
         self._siblings = siblings
         self._settings = settings
         self.keys = ApiKeys(settings.api_keys_file, KeysFromEnvironment().lines())
-        self._shared_usage = (
-            SharedKeyLimitsFile(siblings.limits_file, siblings.number, siblings.count) if siblings else None
-        )
-        self._rate_limiter = (
-            RateLimiter(self._shared_usage.usage_of) if self._shared_usage is not None else RateLimiter()
-        )
+        self._shared_usage: SharedKeyLimitsFile | None = None
+        self._rate_limiter = RateLimiter()
+        if siblings is not None:
+            self._shared_usage = SharedKeyLimitsFile(siblings.limits_file, siblings.number, siblings.count)
+            self._rate_limiter = RateLimiter(self._shared_usage.usage_of)
         self._aliases = settings.alias_map()
         self._cors = CorsPolicy(settings.cors_origins)
         token_cache = TokenCache(settings.token_cache_mb << 20)

@@ -170,9 +170,8 @@ def estimated_tokens(call: ApiCall) -> int:
         prompts = prompts_of(call.body)
         return max(1, sum(max(1, len(text) // 4 if isinstance(text, str) else len(text)) for text in prompts))
     length = 0
-    rest: list[Any] = (
-        [call.body.get(name) for name in _PROMPTS[call.endpoint]] if call.endpoint in _PROMPTS else [call.body]
-    )
+    fields = _PROMPTS.get(call.endpoint)
+    rest: list[Any] = [call.body] if fields is None else [call.body.get(name) for name in fields]
     while rest:
         value = rest.pop()
         if not len(rest) % ITEMS:

@@ -287,11 +287,8 @@ class RequestStateMachine:
         if self._early_step is None and self.phase is not Phase.PULLING:
             return []
         if pulled.error:
-            return (
-                self._step_ended(pulled.error, now)
-                if self._early_step is None
-                else self._early_step_failed(pulled, now)
-            )
+            early = self._early_step is not None
+            return self._early_step_failed(pulled, now) if early else self._step_ended(pulled.error, now)
         effects = self._promote_early_step()
         assert self.step is not None
         step = replace(self.step, kv_source=None)

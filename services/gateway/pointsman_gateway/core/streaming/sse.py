@@ -261,11 +261,8 @@ class SseFilter:
 
     def _next_number(self, behind: bytes = b"") -> int:
         """Return the sequence number of the event after the bytes `behind`; 0 for APIs that do not number events."""
-        return (
-            self.stream_end(behind).sequence_number + 1
-            if self._tail.endpoint.error_format is ErrorFormat.RESPONSES
-            else 0
-        )
+        numbered = self._tail.endpoint.error_format is ErrorFormat.RESPONSES
+        return self.stream_end(behind).sequence_number + 1 if numbered else 0
 
 
 def _has_ids(record: bytes | bytearray) -> bool:

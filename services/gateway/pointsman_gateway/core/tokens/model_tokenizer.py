@@ -201,12 +201,7 @@ class ModelTokenizer:
             except OverBudget as over:
                 self._check_chars(call.endpoint, over.characters, context)
                 raise
-            special = chat.get("add_special_tokens") is True
-            text = (
-                self._head(rendered, add_special_tokens=special)
-                if rendered.media
-                else self._text(rendered.text, add_special_tokens=special)
-            )
+            text = self._of_chat(rendered, add_special_tokens=chat.get("add_special_tokens") is True)
             room = max(limits.memory - len(rendered.text), 0) // _TOKEN_BYTES
             return PendingPrompt(self, [text], context, room, media=rendered.media, steady=rendered.steady)
         add = call.body.get("add_special_tokens") is not False
@@ -293,9 +288,11 @@ class ModelTokenizer:
             raise Unrenderable("the model has no chat template")
         return template
 
-    def _head(self, rendered: Rendered, *, add_special_tokens: bool) -> _Text:
-        """Return the part of a prompt with media whose tokens are known. `add_special_tokens`: put the special tokens before it;
-        otherwise it has only those that the template writes."""
+    def _of_chat(self, rendered: Rendered, *, add_special_tokens: bool) -> _Text:
+        """Return a chat's text; of a prompt with media the part whose tokens are known. `add_special_tokens`: put the special
+        tokens around it, or before the part; otherwise it has only those that the template writes."""
+        if not rendered.media:
+            return self._text(rendered.text, add_special_tokens=add_special_tokens)
         if add_special_tokens and self._around is None:
             raise Unrenderable("special tokens around a prompt with media")
         before = self._around[0] if add_special_tokens and self._around else _NONE

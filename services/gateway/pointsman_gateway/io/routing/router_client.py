@@ -175,7 +175,7 @@ class RouterClient:
     @property
     def connected(self) -> bool:
         """Whether at least one session with a router is open."""
-        return any(session.connected for session in self._sessions.values())
+        return self._session_with() is not None
 
     def inflight(self) -> Mapping[str, int]:
         """Return the number of open requests by instance id, without zeros; each sequence of a request counts."""
@@ -192,17 +192,8 @@ class RouterClient:
         This router is the owner of the first pool by name that has an owner.
         """
         owner = self._owners.first_owner()
-        return next(
-            (
-                session
-                for session in self._sessions.values()
-                if owner is not None
-                and session.connected
-                and session.router_id == owner.router_id
-                and session.accounts_usage
-            ),
-            None,
-        )
+        session = self._session_with(owner.router_id) if owner is not None else None
+        return session if session is not None and session.accounts_usage else None
 
     async def start(self) -> None:
         """Start to dial; return at once."""
@@ -408,9 +399,7 @@ class RouterClient:
     async def explain(self, request: placement_pb2.PlacementRequest, timeout_s: float) -> fleet_pb2.Decision:
         """Return the decision that a router would make on `request`, without a reservation. Raises NoRouter and
         grpc.aio.AioRpcError."""
-        session = self._route(request.model) or next(
-            (other for other in self._sessions.values() if other.connected), None
-        )
+        session = self._route(request.model) or self._session_with()
         if session is None or session.channel is None:
             raise NoRouter
         stub = fleet_pb2_grpc.FleetServiceStub(session.channel)  # type: ignore[arg-type]
@@ -429,14 +418,17 @@ class RouterClient:
         """
         if (known := self._routes.get(model)) is not None:
             return known
-        connected = [session for session in self._sessions.values() if session.connected]
         owner = self._owners.owner(self._owners.pool_of(model))
         if owner is None:
-            return now_at if now_at in connected else connected[0] if connected else None
-        found = next((session for session in connected if session.router_id == owner.router_id), None)
-        if found is not None:
+            return now_at if now_at is not None and now_at.connected else self._session_with()
+        if (found := self._session_with(owner.router_id)) is not None:
             self._routes[model] = found
         return found
+
+    def _session_with(self, router_id: str | None = None) -> RouterSession | None:
+        """Return a connected session with the router, or with any; None if there is none."""
+        connected = (session for session in self._sessions.values() if session.connected)
+        return next((session for session in connected if router_id in (None, session.router_id)), None)
 
     def _report(self, entry: _Request, message: placement_pb2.SessionRequest) -> None:
         session = None
@@ -505,22 +497,11 @@ class RouterClient:
         # A request whose bound has passed was let in.
         parked_until = entry.parked_until if entry.parked_until is not None and entry.parked_until > now else None
         request, known = entry.request, self._owners.pool(pool)
-        self._waiting.add(
-            pool,
-            WaitingRequest(
-                request.request_id,
-                entry.asked_at,
-                request.input_tokens,
-                (
-                    *request.exclude,
-                    *self._owners.without_adapter(request.model),
-                    *(unfit(request, known.instances) if known is not None else ()),
-                ),
-                entry.computed_at,
-                parked_until,
-                entry.sequences,
-            ),
-        )
+        misfits = unfit(request, known.instances) if known is not None else []
+        exclude = (*request.exclude, *self._owners.without_adapter(request.model), *misfits)
+        prompt = request.request_id, entry.asked_at, request.input_tokens
+        waiting = WaitingRequest(*prompt, exclude, entry.computed_at, parked_until, entry.sequences)
+        self._waiting.add(pool, waiting)
 
     @property
     def _limit_s(self) -> float:
