@@ -307,10 +307,8 @@ class RouterClient:
 
     def finished(self, finished: placement_pb2.Finished) -> None:
         """Report an attempt's end. If no router is connected, the next hello reports the end by not listing the attempt."""
-        if (
-            finished.outcome == placement_pb2.OUTCOME_CANCELLED
-            and time.monotonic() - self._told_heard_at >= TELL_HEARD_S
-        ):
+        cancelled, since_s = finished.outcome == placement_pb2.OUTCOME_CANCELLED, time.monotonic() - self._told_heard_at
+        if cancelled and since_s >= TELL_HEARD_S:
             # Whether the engine had sent anything since the client asked says whether it is silent, or only slow.
             self._tell_heard()
         entry = self._requests.pop(finished.request_id, None)
@@ -599,19 +597,11 @@ class RouterClient:
             self._session_up,
             self._session_down,
             self._receive,
-            self._is_reached_elsewhere,
+            lambda router_id: self._session_with(router_id) is not None,
             self._open_channel,
         )
         self._sessions[address] = session
         session.start()
-
-    def _is_reached_elsewhere(self, session: RouterSession, router_id: str) -> bool:
-        """Return whether another session is connected to this router. A service's name and the router's own address may both lead
-        to it."""
-        return any(
-            other.connected and other.router_id == router_id and other is not session
-            for other in self._sessions.values()
-        )
 
     def _hello(self) -> placement_pb2.GatewayHello:
         requests = self._requests.values()
