@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,7 +33,7 @@ _CHECKS: Mapping[Endpoint, Callable[[dict[str, Any]], None]] = {
     Endpoint.COMPLETION: openai_checks.check_completion,
     Endpoint.RESPONSES: openai_responses.check_responses,
     Endpoint.MESSAGES: anthropic_messages.check_messages,
-    Endpoint.COUNT_TOKENS: anthropic_messages.check_count_tokens,
+    Endpoint.COUNT_TOKENS: partial(anthropic_messages.check_messages, rules=anthropic_messages.COUNTED),
     Endpoint.EMBEDDINGS: embeddings_and_scores.check_input,
     Endpoint.RERANK: embeddings_and_scores.check_rerank,
     Endpoint.SCORE: embeddings_and_scores.check_score,

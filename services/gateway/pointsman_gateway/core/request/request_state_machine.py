@@ -226,18 +226,12 @@ class RequestStateMachine:
     def _router_lost(self, lost: ev.RouterLost, now: float) -> list[ev.Effect]:
         if lost.attempt_id != self.attempt_id or self.phase is not Phase.AWAITING_NEXT_STEP:
             return []
-        return self._retry_placement(now) if self._is_between_prefill_parts() else self._fall_back_to_serve(now)
-
-    def _is_between_prefill_parts(self) -> bool:
-        """Whether the last step computed a part of the prompt for its own instance, no other step is under way, and a new attempt
-        is allowed."""
         assert self.step is not None
+        # The last step computed a part of the prompt for its own instance, and no other step is under way.
         between = not self._serve_only and self._early_step is None and self.step.kv_target is None
-        return between and self._retries < self._timeouts.max_retries
-
-    def _retry_placement(self, now: float) -> list[ev.Effect]:
-        """Start a new attempt because the plan was lost with its router. The next router plans from what is computed."""
-        assert self.step is not None
+        if not between or self._retries >= self._timeouts.max_retries:
+            return self._fall_back_to_serve(now)
+        # The plan was lost with its router. The next router plans from what is computed.
         self._computed_at = self.step.target.instance_id
         ended = self._report_end(ev.Outcome.CANCELLED, "its router was lost between two steps")
         return [*ended, *self._retry(now)]
@@ -378,7 +372,7 @@ class RequestStateMachine:
                 if alike := self._alike(BROKE, self.step.target.instance_id):
                     return self._request_at_fault(failed.error, alike)
             if failed.continuable and (failed.moved or self._retries < self._timeouts.max_retries):
-                return self._continue_elsewhere(failed, now)
+                return self._retry_elsewhere(failed, now, continued=True)
             return [*self._end(ev.Outcome.FAILED, failed.error, failed.status), ev.EndStreamWithError()]
         if self.phase is not Phase.SERVING:
             return []
@@ -395,21 +389,18 @@ class RequestStateMachine:
             if alike := self._alike(failed.status, instance_id):
                 return self._request_at_fault(failed.error, alike, failed.status)
             self._refused_by.append(instance_id)
-        if not failed.moved:
-            self._exclude.append(instance_id)
-        self._computed_at = ""
-        broke = failed.broke and not failed.refused
-        effects = self._end(_outcome(failed), failed.error, failed.status, refused=failed.refused, broke=broke)
+        how = _How(refused=failed.refused, broke=failed.broke and not failed.refused)
         if not failed.moved and self._retries >= self._timeouts.max_retries:
-            return [*effects, self._failure(ev.INTERNAL, "The request failed on every instance that was tried.")]
-        return [*effects, *self._retry(now, counts=not failed.moved)]
+            ended = self._end(_outcome(failed), failed.error, failed.status, **how)
+            return [*ended, self._failure(ev.INTERNAL, "The request failed on every instance that was tried.")]
+        return self._retry_elsewhere(failed, now, **how)
 
-    def _continue_elsewhere(self, failed: ev.UpstreamFailed, now: float) -> list[ev.Effect]:
+    def _retry_elsewhere(self, failed: ev.UpstreamFailed, now: float, **how: Unpack[_How]) -> list[ev.Effect]:
         assert self.step is not None
         if not failed.moved:
             self._exclude.append(self.step.target.instance_id)
         self._computed_at = ""
-        ended = self._end(_outcome(failed), failed.error, failed.status, continued=True)
+        ended = self._end(_outcome(failed), failed.error, failed.status, **how)
         return [*ended, *self._retry(now, counts=not failed.moved)]
 
     def _other_answered(self, answered: ev.OtherAnswered, now: float) -> list[ev.Effect]:
