@@ -47,7 +47,7 @@ async def test_an_answer_is_the_same_however_it_is_cut(framed: bytes) -> None:
             answer = await ask(there, here)
             assert (answer.status, await whole(answer)) == (200, b"hello"), at
         assert there.connections == (at if framed is UNFRAMED else 1)
-        assert answer.media_type == ("text/plain" if framed is WHOLE else "")
+        assert answer.headers.media_type == ("text/plain" if framed is WHOLE else "")
         assert there.requests[0].startswith(b"POST /path HTTP/1.1\r\nHost: 127.0.0.1:")
         assert b"\r\nX-A: b  c: d\r\nContent-Length: 4\r\n\r\nbody" in there.requests[0]
 

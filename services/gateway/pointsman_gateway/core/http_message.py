@@ -39,6 +39,11 @@ class Headers:
         """Return the field's value, or `default` if the field is absent."""
         return self._fields.get(name.lower(), default)
 
+    @property
+    def media_type(self) -> str:
+        """The media type of the body in lower case, without parameters."""
+        return self.get("content-type").partition(";")[0].strip().lower()
+
     def __getitem__(self, name: str) -> str:
         return self._fields[name.lower()]
 
@@ -132,11 +137,6 @@ class Request:
     model: str = ""  # the pool's name, set when the body is parsed; empty: no served model is named
     trace: RequestTrace | None = None  # None: traces are off, or the route takes no body
     usage: RequestUsage = field(default_factory=RequestUsage)  # without a tenant until the handler of an API sets it
-
-    @property
-    def media_type(self) -> str:
-        """The media type of the body in lower case, without parameters."""
-        return self.headers.get("content-type").partition(";")[0].strip().lower()
 
 
 @dataclass(slots=True)

@@ -351,7 +351,7 @@ class Gateway:
             raise ApiRequestError(503, message, code="too_many_connections")
         if not route.open:
             request.holder = self._client(request).key
-        if route.body and request.media_type != "application/json":
+        if route.body and request.headers.media_type != "application/json":
             raise ApiRequestError(415, "Content-Type must be application/json.", code="unsupported_media_type")
         encoding, proxied = encoding_of(request.headers.get("Content-Encoding")), isinstance(request, ExtProcRequest)
         # A proxy that carries the request forwards its body as it is, and engines decode none.

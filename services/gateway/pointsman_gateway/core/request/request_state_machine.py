@@ -97,10 +97,6 @@ class RequestStateMachine:
         """Time at which a Tick is due, on the clock of `now`; None while streaming and when done."""
         return None if self.phase in (Phase.STREAMING, Phase.DONE) else self._deadline
 
-    def start(self, now: float) -> list[ev.Effect]:
-        """Return the first effects. Mutates."""
-        return self._start_attempt(now)
-
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
         """Return the effects of `event`. Mutates."""
         if self.phase is Phase.DONE:
@@ -138,7 +134,8 @@ class RequestStateMachine:
             case ev.OtherAnswered():
                 return self._other_answered(event, now) if self.phase is Phase.SERVING else []
 
-    def _start_attempt(self, now: float) -> list[ev.Effect]:
+    def start(self, now: float) -> list[ev.Effect]:
+        """Return the effects that begin an attempt; the caller begins the first one. Mutates."""
         self.phase, self.step, self._attempt_open, self._serve_only = Phase.PLACING, None, True, False
         self._early_step = self._early_failure = None
         self._deadline = now + min(self._timeouts.placement_s, COMPARE_S if self._compares else inf)
@@ -421,7 +418,7 @@ class RequestStateMachine:
         self._next_attempt_id()
         self._compares = compares
         self._retries += counts
-        return self._start_attempt(now)
+        return self.start(now)
 
     def _next_attempt_id(self) -> None:
         self._attempts += 1

@@ -107,11 +107,6 @@ class UpstreamResponse:
         self.passthrough: Passthrough | None = None
 
     @property
-    def media_type(self) -> str:
-        """The body's type in lower case, without parameters."""
-        return self.headers.get("content-type").partition(";")[0].strip().lower()
-
-    @property
     def heard_at(self) -> float:
         """When the last byte of an answer that has not ended came, monotonic s; 0 after its end."""
         return self._carrier.heard_at if self._carrier is not None else 0.0

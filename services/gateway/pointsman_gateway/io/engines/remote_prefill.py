@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 from pointsman_common.core.kv_transfer_params import mooncake_fetch, mooncake_send, nixl_send
-from pointsman_gateway.core.api import ApiCall
 from pointsman_gateway.core.http_message import JSON_FIELDS
 from pointsman_gateway.core.request import transfer_params as kv
+from pointsman_gateway.core.request.placement_messages import target_of
+from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import StepAssigned, Target
 from pointsman_gateway.io.engines.engine_client import Upstream, UpstreamError
 
@@ -120,22 +121,12 @@ class RemotePrefill:
         upstream: Upstream,
         engine_ids: EngineIdCache,
         releases: KvReleases,
-        call: ApiCall,
-        obstacle: str,
-        headers_of: Callable[[StepAssigned], Mapping[str, str]],
-        pool: Callable[[], Sequence[Target]],
+        context: RequestContext,
     ) -> None:
-        """`obstacle`: reason why the call's prompt must not be prefilled on another instance; empty if it may.
-
-        `headers_of` returns the headers of a step's requests, `pool` the instances of the model.
-        """
         self._upstream = upstream
         self._engine_ids = engine_ids
         self._releases = releases
-        self._pool = pool
-        self._call = call
-        self._obstacle = obstacle
-        self._headers_of = headers_of
+        self._context = context
         self._agreeing = asyncio.Lock()
         self._agreed: _Agreed | None = None
         self._transfer: kv.Params | None = None
@@ -171,7 +162,7 @@ class RemotePrefill:
         """
         assert step.kv_source is not None, "a prefix of another instance"
         send = replace(step, target=step.kv_source, kv_source=None, kv_target=step.target)
-        request = partial(kv.prefix_request, self._call, prefix)
+        request = partial(kv.prefix_request, self._context.call, prefix)
         if step.beside is None:
             return await self._send(send, request), await self._receive(step, request, early=False)
         try:
@@ -212,7 +203,11 @@ class RemotePrefill:
         if transfer is not None and source is not None and self._fetcher is None:
             # P itself is the most likely to be reachable, but with NIXL it cannot be its own peer.
             first = [source] if source.kv_protocol == kv.MOONCAKE else []
-            others = [target for target in (*self._planned, *self._pool()) if target.url != source.url]
+            others = [
+                target
+                for target in (*self._planned, *map(target_of, self._context.state.pool.instances))
+                if target.url != source.url
+            ]
             able = {
                 target.url: target
                 for target in (*first, *others)
@@ -248,7 +243,7 @@ class RemotePrefill:
             return await self._post(step, request, transfer)
 
     def _whole(self, params: kv.Params) -> tuple[str, bytes]:
-        return kv.prefill_request(self._call, params)
+        return kv.prefill_request(self._context.call, params)
 
     async def _agree(self, source: Target, attempt_id: str) -> _Agreed:
         """Return the parameters that the two requests of one transfer share, whichever calls first. Raises TransferError."""
@@ -259,8 +254,8 @@ class RemotePrefill:
             return self._agreed
 
     def _check_allowed(self) -> None:
-        if self._obstacle:
-            raise kv.TransferError(self._obstacle)
+        if self._context.transfer_obstacle:
+            raise kv.TransferError(self._context.transfer_obstacle)
 
     async def _wanted(self, step: StepAssigned, early: bool) -> kv.Params:
         if early and step.kv_source is not None:
@@ -271,8 +266,8 @@ class RemotePrefill:
         return self._transfer
 
     async def _post(self, step: StepAssigned, request: _Request, params: kv.Params) -> bytes:
-        path, body = request(params) if self._call.light else await asyncio.to_thread(request, params)
-        headers = self._headers_of(step)
+        path, body = request(params) if self._context.call.light else await asyncio.to_thread(request, params)
+        headers = self._context.headers_of(step)
         # The id differs from the client's request, so that the engines' logs show two requests.
         headers = {**headers, "X-Request-ID": f"{headers.get('X-Request-ID', '')}-kv"}
         return await self._upstream.post_for_body(step.target, path, body, headers)

@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pointsman_gateway.core.rate_limits import KeyUsage, OpenUsage, TokenBucket
 
 _KEY_BYTES = 32
-_FIGURES = struct.Struct("8d q q q 4d")
+_FIGURES = struct.Struct("8d q q d q 3d")  # the fields of KeyUsage, in their order, but for requests in flight
 _ROOM = 64  # number of accounts by which the file grows
 
 
@@ -71,25 +72,11 @@ class SharedKeyLimitsFile:
         with self._locked():
             data, behind = self._mapped(), at + _FIGURES.size
             figures = _FIGURES.unpack_from(data, at)
-            requests, tokens, fleet_requests, fleet_tokens = (TokenBucket(*figures[n : n + 2]) for n in range(0, 8, 2))
-            shares, slots, peak, leased_until, empty_until, used_requests, used_tokens = figures[8:]
+            buckets = (TokenBucket(*figures[n : n + 2]) for n in range(0, 8, 2))
             flights = list(self._flights.unpack_from(data, behind))
             own = flights[self._number]
-            usage = KeyUsage(
-                requests,
-                tokens,
-                fleet_requests,
-                fleet_tokens,
-                shares=int(shares),
-                slots=int(slots),
-                peak=int(peak),
-                leased_until=leased_until,
-                empty_until=empty_until,
-                used_requests=used_requests,
-                used_tokens=used_tokens,
-                in_flight=own,
-                in_flight_elsewhere=sum(flights) - own,
-            )
+            fields: list[Any] = [*buckets, *figures[8:], own, sum(flights) - own]
+            usage = KeyUsage(*fields)
             yield usage
             flights[self._number] = usage.in_flight
             _FIGURES.pack_into(data, at, *_figures_of(usage))
@@ -123,5 +110,5 @@ def _figures_of(usage: KeyUsage) -> Iterator[float]:
     """Yield the figures of an account that processes share, in the order of _FIGURES."""
     for bucket in (usage.requests, usage.tokens, usage.fleet_requests, usage.fleet_tokens):
         yield from (bucket.level, bucket.at)
-    yield from (usage.shares, usage.slots, usage.peak, usage.leased_until, usage.empty_until)
+    yield from (usage.shares, usage.slots, usage.leased_until, usage.peak, usage.empty_until)
     yield from (usage.used_requests, usage.used_tokens)

@@ -75,15 +75,7 @@ class EngineSteps:
         self._context = context
         self._writer = request.writer
         self._held = request.held_answer
-        self._remote_prefill = RemotePrefill(
-            shared.upstream,
-            shared.engine_ids,
-            shared.releases,
-            context.call,
-            context.transfer_obstacle,
-            context.headers_of,
-            lambda: [target_of(instance) for instance in context.state.pool.instances],
-        )
+        self._remote_prefill = RemotePrefill(shared.upstream, shared.engine_ids, shared.releases, context)
         self._last_prefix: tuple[str, int] | None = None  # instance id and end of the last slice or fetch, in tokens
         self._own_prefills = OwnPrefills()
         self._upstream: UpstreamResponse | None = None
@@ -315,7 +307,7 @@ class EngineSteps:
                     # It has unloaded the adapter, which its agent has not seen yet; others may have it.
                     await self._keep_error(answer)
                     return ev.UpstreamFailed("the instance does not have the adapter", answer.status, innocent=True)
-                streamed = answer.status < 400 and answer.media_type == "text/event-stream"
+                streamed = answer.status < 400 and answer.headers.media_type == "text/event-stream"
                 if streamed and not await answer.begun():
                     raise UpstreamError("an empty answer", answer.status, broke=True)
                 if streamed and not begins_as_events(answer.arrived):

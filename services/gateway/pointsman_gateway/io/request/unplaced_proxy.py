@@ -96,7 +96,7 @@ class UnplacedProxy:
                 asyncio.timeout(self.timeout_s) as limit,
                 self._exchange(stored.instance, "POST" if found[2] else "GET", path) as answer,
             ):
-                if answer.status < 400 and answer.media_type == "text/event-stream":
+                if answer.status < 400 and answer.headers.media_type == "text/event-stream":
                     ping_in_silence(request, ErrorFormat.RESPONSES, silence_s, time.monotonic())
                     if await answer.begun():
                         limit.reschedule(None)  # the timeout does not apply to the length of a stream
