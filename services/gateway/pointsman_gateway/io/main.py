@@ -76,6 +76,7 @@ async def serving(
         min_read_bytes_per_s=settings.min_read_bytes_per_s,
     )
     server = Server(gateway, limits)
+    servers: list[Server | ExtProcServer] = [server]
     proxies = None
     if settings.ext_proc_listen:
         from pointsman_gateway.io.ext_proc.proxy_stream import Streams
@@ -83,6 +84,7 @@ async def serving(
 
         streams = Streams(gateway, limits, server.bodies, server.answers)
         proxies = ExtProcServer(streams, lambda: gateway.usable, reuse_port=siblings is not None)
+        servers.append(proxies)
     try:
         if siblings is not None:
             # Clients cannot choose among processes of one address. A process that has not received the fleet yet would refuse
@@ -102,24 +104,18 @@ async def serving(
             log.info("gateway serves proxies", port=proxies.port)
         yield gateway, f"http{'s' if tls else ''}://{bound}"
     finally:
-        closing = asyncio.ensure_future(_close_all(server, proxies, settings.drain_timeout_s))
+        closing = asyncio.gather(*(each.close(settings.drain_timeout_s) for each in servers))
         if hurry is not None:
             hurried = asyncio.create_task(hurry.wait())
             await asyncio.wait({closing, hurried}, return_when=asyncio.FIRST_COMPLETED)
             hurried.cancel()
             if not closing.done():
-                server.cancel_all()
-                if proxies is not None:
-                    proxies.cancel_all()
+                for each in servers:
+                    each.cancel_all()
                 await asyncio.wait({closing}, timeout=LINGER_S)
                 server.abort_all()
         await closing
         await gateway.close()
-
-
-async def _close_all(server: Server, proxies: ExtProcServer | None, drain_timeout_s: float) -> None:
-    servers = (server,) if proxies is None else (server, proxies)
-    await asyncio.gather(*(server.close(drain_timeout_s) for server in servers))
 
 
 def _ext_proc_credentials(settings: GatewaySettings) -> grpc.ServerCredentials | None:

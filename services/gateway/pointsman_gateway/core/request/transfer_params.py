@@ -127,11 +127,6 @@ def prefix_request(call: ApiCall, ids: Sequence[int], params: Params | None = No
     return Endpoint.COMPLETION.value, msgspec.json.encode(body)
 
 
-def with_params(payload: bytes, params: Params) -> bytes:
-    """Return a request's JSON object with `kv_transfer_params` added; all other bytes are unchanged."""
-    return with_fields(payload, {"kv_transfer_params": params})
-
-
 def with_session_end(endpoint: Endpoint, payload: bytes) -> bytes:
     """Return the body of a session's last request, without transfer parameters, marked as such; unchanged if the API has no field
     for the mark."""

@@ -63,15 +63,11 @@ class Upstream:
         """Close every connection."""
         self._pool.close()
 
-    async def post(self, target: Target, path: str, payload: bytes, headers: Mapping[str, str]) -> UpstreamResponse:
-        """Send a POST request; return the answer after its head. The caller must read the answer to its end or close it. Raises
-        UpstreamError."""
-        return await self.send(target, "POST", path, payload, headers)
-
     async def send(
         self, target: Target, method: str, path: str, payload: bytes, headers: Mapping[str, str]
     ) -> UpstreamResponse:
-        """As post(), with any method."""
+        """Send a request; return the answer after its head. The caller must read the answer to its end or close it. Raises
+        UpstreamError."""
         return await self._pool.send(method, target.url, path, self.fields(target, headers), payload)
 
     def fields(self, target: Target, headers: Mapping[str, str]) -> dict[str, str]:
@@ -124,7 +120,7 @@ class Upstream:
         """Send a POST request and return the body of its answer with status 200. Raises UpstreamError. An error or a cancellation
         closes the connection, by which the engine notices that the request was dropped."""
         try:
-            body = await self._whole(await self.post(target, path, payload, headers))
+            body = await self._whole(await self.send(target, "POST", path, payload, headers))
             if was_aborted(body):
                 raise AbortedByEngine
         except UpstreamError as error:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pointsman_common.core.kv_transfer_params import mooncake_fetch, mooncake_send, nixl_send
+from pointsman_gateway.core.api import with_fields
 from pointsman_gateway.core.http_message import JSON_FIELDS
 from pointsman_gateway.core.request import transfer_params as kv
 from pointsman_gateway.core.request.placement_messages import target_of
@@ -83,7 +84,7 @@ class KvReleases:
         for target in askable:
             try:
                 async with asyncio.timeout(RELEASE_WITHIN_S):
-                    answer = await self._upstream.post(target, path, body, JSON_FIELDS)
+                    answer = await self._upstream.send(target, "POST", path, body, JSON_FIELDS)
                     answer.close()
             except (TimeoutError, UpstreamError):
                 continue
@@ -151,7 +152,7 @@ class RemotePrefill:
         if step.kv_source is None:
             return payload
         self._check_allowed()
-        return kv.with_params(payload, await self._wanted(step, early))
+        return with_fields(payload, {"kv_transfer_params": await self._wanted(step, early)})
 
     async def fetch(self, step: StepAssigned, prefix: Sequence[int]) -> tuple[bytes, bytes]:
         """Make the step's instance fetch the KV of the prompt's first tokens, whose ids are `prefix`, from the step's source,

@@ -369,7 +369,7 @@ class EngineSteps:
         """Send the client's request to the step's instance. Raises UpstreamError and OtherInstanceAnswered."""
         path, headers = self._context.call.endpoint.value, self._context.headers_of(step)
         if self._proxy is None:
-            return await self._shared.upstream.post(step.target, path, payload, headers)
+            return await self._shared.upstream.send(step.target, "POST", path, payload, headers)
         context, count = self._context, self._shared.proxy_fallbacks
         pool = context.state.pool
         # Not every instance has an adapter, or stores this response.

@@ -506,23 +506,18 @@ class RouterClient:
         """How long a pool may have no owner before its requests are placed without a router, s."""
         return self._owners.timeout_s if self.connected else self._grace_s
 
-    def _note_route(self, pool: str, now: float) -> None:
-        """Record whether there is a router to ask for the pool."""
-        session = self._route(pool)
-        if session is None:
-            self._waiting.disconnected(pool, now, self._limit_s)
-            return
-        owner = self._owners.owner(pool)
-        asked = session.router_id, owner.epoch if owner is not None else 0
-        changed, self._asked[pool] = self._asked.get(pool) != asked, asked
-        self._waiting.connected(pool, now, changed=changed)
-
     def _note_routes(self) -> None:
         """Record whether there are routers to ask, after a session or the fleet changed."""
         now, pools = time.monotonic(), {pool.model for pool in self._owners.pools()}
         self._asked = {pool: asked for pool, asked in self._asked.items() if pool in pools}
         for pool in {*pools, *self._waiting.pools()}:
-            self._note_route(pool, now)
+            session, owner = self._route(pool), self._owners.owner(pool)
+            if session is None:
+                self._waiting.disconnected(pool, now, self._limit_s)
+            else:
+                asked = session.router_id, owner.epoch if owner is not None else 0
+                changed, self._asked[pool] = self._asked.get(pool) != asked, asked
+                self._waiting.connected(pool, now, changed=changed)
 
     def _wake_for(self, pool: str, now: float) -> None:
         """Set the timer for what waits for the pool's owner."""
