@@ -27,11 +27,6 @@ class RequestTrace:
         self.asked: Mapping[str, Value] = {}
         self._offset_ns = offset_ns
 
-    @property
-    def sampled(self) -> bool:
-        """Whether the request's spans are sent."""
-        return self.context.sampled
-
     def placement_context(self, attempt_id: str) -> SpanContext:
         """Return the span context that the router continues for an attempt."""
         return self.context.child(f"{attempt_id} place")

@@ -303,7 +303,7 @@ class Gateway:
         finally:
             self._count(request, status)
             self._note_usage(request, status)
-            if (trace := request.trace) is not None and trace.sampled:
+            if (trace := request.trace) is not None and trace.context.sampled:
                 trace.send([request_span(trace, route.name, request.model, status, time.monotonic())])
         if answer is not None and request.writer.opened:
             _write_error(request, answer)

@@ -159,7 +159,7 @@ def is_continuable(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
     return (
         endpoint is not Endpoint.COMPLETION
         or isinstance(prompt, str)
-        or (isinstance(prompt, list) and _are_ids(prompt))
+        or (isinstance(prompt, list) and isinstance(prompt[0], int))
     )
 
 
@@ -206,7 +206,3 @@ def _is_strict(tool: Any) -> bool:
 def _is_client_s(tool: Any) -> bool:
     """Whether the client carries out a tool of Responses. The server itself calls the others, and asks its engine again."""
     return _of_type(tool, "function") or (_of_type(tool, "custom") and _no_constraint(tool.get("format")))
-
-
-def _are_ids(prompt: list[Any]) -> bool:
-    return bool(prompt) and isinstance(prompt[0], int)

@@ -31,6 +31,8 @@ _FINISH_REASONS = {
     "max_output_tokens": "length",
 }
 _MAX_REASON = 32
+# Names of the counts of prompt and output in the usage of OpenAI's APIs.
+_OF_CHOICES, _OF_RESPONSES = ("prompt_tokens", "completion_tokens"), ("input_tokens", "output_tokens")
 # Size of a stream's tail, from which its end and usage are read.
 TAIL_BYTES = 8 << 10
 
@@ -95,8 +97,8 @@ def usage_of(body: bytes, kind: Endpoint) -> Usage:
     if kind is Endpoint.MESSAGES:
         return _messages_usage(answer.get("usage"), answer.get("stop_reason"))
     if kind is Endpoint.RESPONSES:
-        return _responses_usage(answer.get("usage"), _responses_reason(answer))
-    return _openai_usage(answer.get("usage"), _choices_reason(answer))
+        return _usage(answer.get("usage"), _responses_reason(answer), *_OF_RESPONSES)
+    return _usage(answer.get("usage"), _choices_reason(answer), *_OF_CHOICES)
 
 
 def _openai_ending(lines: list[bytes]) -> StreamEnd:
@@ -111,7 +113,7 @@ def _openai_ending(lines: list[bytes]) -> StreamEnd:
             error = _ENGINE_ERROR
         elif not event and line not in (b"[DONE]", b"{}", b""):
             error = error or _NO_OBJECT
-    return StreamEnd(bool(lines) and lines[-1] == b"[DONE]", _openai_usage(usage, reason), error)
+    return StreamEnd(bool(lines) and lines[-1] == b"[DONE]", _usage(usage, reason, *_OF_CHOICES), error)
 
 
 def _messages_ending(lines: list[bytes]) -> StreamEnd:
@@ -137,7 +139,7 @@ def _responses_ending(lines: list[bytes], text: bytes) -> StreamEnd:
     response = last.get("response")
     if isinstance(response, dict):
         complete, failed = last.get("type") in _ENDS, last.get("type") == "response.failed"
-        usage = _responses_usage(response.get("usage"), _responses_reason(response))
+        usage = _usage(response.get("usage"), _responses_reason(response), *_OF_RESPONSES)
     else:
         ended = _LAST_TYPE.search(text)
         complete, failed = ended is not None, ended is not None and ended[1] == b"failed"
@@ -154,7 +156,7 @@ def _usage_in_tail(text: bytes, status: str) -> Usage:
         "incomplete_details": {"reason": reason[0].decode()} if reason else None,
         "output": [{"type": "function_call"}] if called else [],
     }
-    return _responses_usage(_object_at_last(_USAGE, text), _responses_reason(answer))
+    return _usage(_object_at_last(_USAGE, text), _responses_reason(answer), *_OF_RESPONSES)
 
 
 def _object_at_last(key: re.Pattern[bytes], text: bytes) -> Any:
@@ -168,16 +170,12 @@ def _object_at_last(key: re.Pattern[bytes], text: bytes) -> Any:
         return None
 
 
-def _openai_usage(usage: Any, reason: str) -> Usage:
+def _usage(usage: Any, reason: str, prompt: str, output: str) -> Usage:
+    """Return usage of an API of OpenAI. `prompt` and `output`: the names of its counts of tokens."""
     usage = usage if isinstance(usage, dict) else {}
-    cached = _inner(usage, "prompt_tokens_details", "cached_tokens")
-    return Usage(_count(usage.get("prompt_tokens")), cached, _count(usage.get("completion_tokens")), reason)
-
-
-def _responses_usage(usage: Any, reason: str) -> Usage:
-    usage = usage if isinstance(usage, dict) else {}
-    cached = _inner(usage, "input_tokens_details", "cached_tokens")
-    return Usage(_count(usage.get("input_tokens")), cached, _count(usage.get("output_tokens")), reason)
+    details = usage.get(f"{prompt}_details")
+    cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
+    return Usage(_count(usage.get(prompt)), cached, _count(usage.get(output)), reason)
 
 
 def _messages_usage(usage: Any, reason: object) -> Usage:
@@ -211,11 +209,6 @@ def _responses_reason(response: dict[str, Any]) -> str:
 
 def _reason(said: object) -> str:
     return _FINISH_REASONS.get(said, said[:_MAX_REASON]) if isinstance(said, str) else ""
-
-
-def _inner(usage: dict[str, Any], name: str, field: str) -> int | None:
-    details = usage.get(name)
-    return _count(details.get(field)) if isinstance(details, dict) else None
 
 
 def _count(value: object) -> int | None:

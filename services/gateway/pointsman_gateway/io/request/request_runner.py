@@ -343,7 +343,7 @@ class RequestRunner:
     def _trace(self, error: str, now: float) -> None:
         """Send the spans of the attempt that has ended. No effect if there is none or its spans are sent."""
         trace = self._context.trace
-        if trace is not None and trace.sampled and self._attempt.asked_at:
+        if trace is not None and trace.context.sampled and self._attempt.asked_at:
             trace.send(attempt_spans(trace, self._attempt, error, self._context.placement.input_tokens, now))
 
     def _headers(self, step: ev.StepAssigned) -> dict[str, str]:
