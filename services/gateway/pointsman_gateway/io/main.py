@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
@@ -104,9 +104,9 @@ async def serving(
             log.info("gateway serves proxies", port=proxies.port)
         yield gateway, f"http{'s' if tls else ''}://{bound}"
     finally:
-        closing = asyncio.gather(*(each.close(settings.drain_timeout_s) for each in servers))
+        closing: asyncio.Future[Any] = asyncio.gather(*(each.close(settings.drain_timeout_s) for each in servers))
         if hurry is not None:
-            hurried = asyncio.create_task(hurry.wait())
+            hurried: asyncio.Future[Any] = asyncio.create_task(hurry.wait())
             await asyncio.wait({closing, hurried}, return_when=asyncio.FIRST_COMPLETED)
             hurried.cancel()
             if not closing.done():
