@@ -64,34 +64,18 @@ class Source(Protocol):
 class ResponseWriter(Protocol):
     """Writes one streamed response: begin, then write for each piece, then end. Ignores writes after the client disconnected."""
 
-    @property
-    def chunked(self) -> bool:
-        """Whether the response may use chunked transfer coding."""
-
-    @property
-    def opened(self) -> bool:
-        """Whether the client has the head of a stream (status 200), and nothing of a response: begin() may still follow, or an
-        error event."""
-
-    @property
-    def begun(self) -> bool:
-        """Whether begin() was called: there is a response."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether the body is complete."""
-
-    @property
-    def lost(self) -> bool:
-        """Whether the client has disconnected."""
+    chunked: bool  # the response may use chunked transfer coding
+    # The client has the head of a stream (status 200), and nothing of a response: begin() may still follow, or an error event.
+    opened: bool
+    begun: bool  # begin() was called: there is a response
+    ended: bool  # the body is complete
+    lost: bool  # the client has disconnected
+    # Sends bytes of the response unchanged; they must already have their chunk framing.
+    send: Callable[[bytes], None]
 
     @property
     def full(self) -> bool:
         """Whether so much is unsent that the source is paused."""
-
-    @property
-    def send(self) -> Callable[[bytes], None]:
-        """A function that sends bytes of the response unchanged; they must already have their chunk framing."""
 
     def ping_in_silence(self, interval_s: float, since: float, headers: dict[str, str], ping: bytes) -> None:
         """Send `ping` between two events whenever the client has had no byte for `interval_s`, and before the first one a head

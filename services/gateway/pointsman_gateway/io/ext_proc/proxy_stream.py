@@ -83,7 +83,7 @@ class ProxyStream:
         self._streams = streams
         self._context = context
         self._outgoing = Outgoing(context.write)
-        self.send = self._outgoing.body
+        self.send: Callable[[bytes], None] = self._outgoing.body
         self.begun = self.ended = self.lost = False
         self._held_body = Holding(streams.bodies)
         self._held_answer = Holding(streams.answers)
