@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, unquote, urlencode
 from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import ApiRequestError, Endpoint, ErrorFormat, redact_error
 from pointsman_gateway.core.forwarded_headers import client_headers, error_headers
-from pointsman_gateway.core.http_message import Request, Response
+from pointsman_gateway.core.http_message import JSON_FIELDS, Request, Response
 from pointsman_gateway.core.memory_budget import Holding
 from pointsman_gateway.core.pool_state import instances_without
 from pointsman_gateway.core.request.local_placement import least_inflight
@@ -74,8 +74,8 @@ class UnplacedProxy:
             if answer.status < 500:
                 return _whole(answer, body, error_format)
         if failed:
-            raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed")
-        raise ApiRequestError(503, "No instance is ready.", type_="server_error", code="no_instance", retry_after_s=1.0)
+            raise ApiRequestError(502, "The instance failed.", code="instance_failed")
+        raise ApiRequestError(503, "No instance is ready.", code="no_instance")
 
     def find(self, id_: str, tenant: str) -> StoredResponse:
         """Return where a response is stored. Raises ApiRequestError."""
@@ -96,7 +96,7 @@ class UnplacedProxy:
                 asyncio.timeout(self.timeout_s) as limit,
                 self._exchange(stored.instance, "POST" if found[2] else "GET", path) as answer,
             ):
-                if answer.status < 400 and answer.media_type == "text/event-stream":
+                if answer.status < 400 and answer.headers.media_type == "text/event-stream":
                     ping_in_silence(request, ErrorFormat.RESPONSES, silence_s, time.monotonic())
                     if await answer.begun():
                         limit.reschedule(None)  # the timeout does not apply to the length of a stream
@@ -107,7 +107,7 @@ class UnplacedProxy:
                     raise stored.missing(stored.instance.incarnation)
                 return _whole(answer, body, ErrorFormat.RESPONSES)
         except (UpstreamError, TimeoutError):
-            raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed") from None
+            raise ApiRequestError(502, "The instance failed.", code="instance_failed") from None
 
     @asynccontextmanager
     async def _exchange(
@@ -115,7 +115,7 @@ class UnplacedProxy:
     ) -> AsyncIterator[UpstreamResponse]:
         """Send a request and yield the instance's answer. It is closed at the end of the block, also after a timeout or a
         disconnect. Raises UpstreamError."""
-        answer = await self.upstream.send(target_of(instance), method, path, payload, _JSON)
+        answer = await self.upstream.send(target_of(instance), method, path, payload, JSON_FIELDS)
         try:
             yield answer
         finally:
@@ -138,12 +138,9 @@ async def _relay(answer: UpstreamResponse, request: Request) -> None:
     out.end()
 
 
-_JSON = {"Content-Type": "application/json"}
-
-
 def _whole(answer: UpstreamResponse, body: bytes, error_format: ErrorFormat) -> Response:
     if answer.status >= 500:
-        raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed")
+        raise ApiRequestError(502, "The instance failed.", code="instance_failed")
     if answer.status >= 400:
         redacted = redact_error(error_format, answer.status, body)
         return Response(answer.status, redacted, error_headers(answer.headers))
