@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pointsman_gateway.core.http_message import JSON_FIELDS, Headers
+from pointsman_gateway.core.streaming.answer_form import METADATA
 
 REQUEST_HEADERS = ("Content-Type", "Accept", "traceparent", "tracestate")
-RESPONSE_HEADERS = ("Content-Type", "Content-Encoding", "Cache-Control", "Retry-After")
+RESPONSE_HEADERS = ("Content-Type", "Content-Encoding", "Cache-Control", "Retry-After", METADATA)
 
 
 def upstream_headers(headers: Headers) -> dict[str, str]:

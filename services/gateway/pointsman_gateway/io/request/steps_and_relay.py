@@ -28,7 +28,13 @@ from pointsman_gateway.core.request.transfer_params import (
     with_session_end,
 )
 from pointsman_gateway.core.stored_responses import says_not_stored
-from pointsman_gateway.core.streaming.answer_form import begins_as_events, has_answer, has_json_form
+from pointsman_gateway.core.streaming.answer_form import (
+    METADATA,
+    begins_as_events,
+    has_answer,
+    has_json_form,
+    is_in_bytes,
+)
 from pointsman_gateway.core.streaming.id_comments import without_comments
 from pointsman_gateway.core.streaming.parse_stream_end import StreamEnd, Usage, usage_of
 from pointsman_gateway.core.streaming.rest_of_text import RestOfText
@@ -325,9 +331,10 @@ class EngineSteps:
                 body = await upstream.read_all(answer, held=self._held)
                 if was_aborted(body):
                     raise AbortedByEngine
-                if answer.status == 200 and not has_json_form(body):
+                in_bytes = is_in_bytes(call.endpoint, answer.headers.media_type)
+                if answer.status == 200 and not in_bytes and not has_json_form(body):
                     raise UpstreamError("an answer that is no JSON", answer.status)
-                if answer.status == 200 and not has_answer(call.endpoint, body):
+                if answer.status == 200 and not in_bytes and not has_answer(call.endpoint, body):
                     # As a 500 with this body, which may be the fault of the request, too.
                     self._set_error(NO_ANSWER, body, answer)
                     raise UpstreamError("status 200 without an answer", NO_ANSWER, refused=True)
@@ -338,7 +345,8 @@ class EngineSteps:
                 if answer.status >= 400:
                     self._set_error(answer.status, body, answer, headers)
                     return ev.ResponseRejected(answer.status)
-                self._record_usage(attempt, usage_of(body, call.endpoint))
+                counted = answer.headers.get(METADATA).encode("latin-1") if in_bytes else body
+                self._record_usage(attempt, usage_of(counted, call.endpoint))
                 body = self._own_prefills.corrected(step.target.instance_id, body)
                 self.whole_response = Response(answer.status, body, client_headers(answer.headers) | headers)
         except TransferError as error:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote, urlencode
 
 from pointsman.router.v1 import placement_pb2
@@ -33,6 +34,8 @@ from pointsman_gateway.io.routing.router_client import RouterClient
 STORED_RESPONSE_PATH = re.compile(r"/v1/responses/([^/]{1,200})(/cancel)?")
 _QUERY = ("stream", "starting_after")
 _TRIES = 2
+# Time without an answer after which another instance is asked, s: engines count and tokenise without a step.
+ANOTHER_S = 5.0
 NOT_FOUND = 404
 
 
@@ -45,11 +48,13 @@ class UnplacedProxy:
     router: RouterClient  # only read: open requests by instance, whether the fleet is known
     timeout_s: float
     round_robin: int = 0  # tries so far; chooses among instances with equally many open requests
+    _open: Counter[str] = field(default_factory=Counter)  # own open requests by instance
 
     async def forward(
         self, model: str, path: str, payload: bytes, error_format: ErrorFormat, held: Holding
     ) -> Response:
-        """Return the answer of the instance of `model` with the fewest open requests or, if that instance fails, of another one.
+        """Return the answer of the instance of `model` with the fewest open requests or, if that one fails or is silent for
+        ANOTHER_S, of another one.
 
         `held` counts the size of the answer. Raises ApiRequestError. Mutates `held`.
         """
@@ -57,22 +62,29 @@ class UnplacedProxy:
         instances = {instance.instance_id: instance for instance in found[0].pool.instances} if found else {}
         tried = tuple(instances_without(found[0].pool, model)) if found else ()
         failed = False
-        for _ in range(_TRIES):
+        error: Response | None = None  # of the last instance that answered
+        for tries_left in reversed(range(_TRIES)):
             self.round_robin += 1
-            chosen = least_inflight(sorted(instances), self.router.inflight(), tried, self.round_robin)
+            load = self._open + Counter(self.router.inflight())
+            chosen = least_inflight(sorted(instances), load, tried, self.round_robin)
             if chosen is None:
                 break
             tried, failed = (*tried, chosen), True
+            limit_s = min(ANOTHER_S, self.timeout_s) if tries_left and len(tried) < len(instances) else self.timeout_s
             try:
                 async with (
-                    asyncio.timeout(self.timeout_s),
+                    asyncio.timeout(limit_s),
                     self._exchange(instances[chosen], "POST", path, payload) as answer,
                 ):
                     body = await self.upstream.read_all(answer, held=held)
             except (UpstreamError, TimeoutError):
                 continue
+            whole = _whole(answer, body, error_format)
             if answer.status < 500:
-                return _whole(answer, body, error_format)
+                return whole
+            error = whole
+        if error is not None:
+            return error
         if failed:
             raise ApiRequestError(502, "The instance failed.", code="instance_failed")
         raise ApiRequestError(503, "No instance is ready.", code="no_instance")
@@ -115,11 +127,16 @@ class UnplacedProxy:
     ) -> AsyncIterator[UpstreamResponse]:
         """Send a request and yield the instance's answer. It is closed at the end of the block, also after a timeout or a
         disconnect. Raises UpstreamError."""
-        answer = await self.upstream.send(target_of(instance), method, path, payload, JSON_FIELDS)
+        self._open[instance.instance_id] += 1
         try:
-            yield answer
+            answer = await self.upstream.send(target_of(instance), method, path, payload, JSON_FIELDS)
+            try:
+                yield answer
+            finally:
+                answer.close()
         finally:
-            answer.close()
+            self._open[instance.instance_id] -= 1
+            self._open += Counter()  # without those that are 0
 
 
 async def _relay(answer: UpstreamResponse, request: Request) -> None:
@@ -139,8 +156,6 @@ async def _relay(answer: UpstreamResponse, request: Request) -> None:
 
 
 def _whole(answer: UpstreamResponse, body: bytes, error_format: ErrorFormat) -> Response:
-    if answer.status >= 500:
-        raise ApiRequestError(502, "The instance failed.", code="instance_failed")
     if answer.status >= 400:
         redacted = redact_error(error_format, answer.status, body)
         return Response(answer.status, redacted, error_headers(answer.headers))
