@@ -352,6 +352,8 @@ async def test_bad_input_is_refused_with_nothing_placed(tmp_path: Path) -> None:
             got, answer, _ = await post(up, "/v1/chat/completions", data=body, headers=zipped)
             assert (got, answer["error"]["code"]) == (status, code), body[:20]
         assert (await post(up, "/collective_rpc", json={}))[0] == 404
+        got, answer, _ = await post(up, "/chat/completions", json=CHAT)
+        assert (got, answer["error"]["message"]) == (404, "Unknown path. Is /v1/chat/completions meant?")
         async with aiohttp.ClientSession() as http, http.get(f"{up.url}/v1/chat/completions") as refused:
             assert (refused.status, refused.headers["Allow"]) == (405, "POST")
             assert "error" in await refused.json()

@@ -334,7 +334,9 @@ class Gateway:
         if route is None and request.method == "OPTIONS" and request.path == "*":
             return Response(204)
         if route is None:
-            raise ApiRequestError(404, "Unknown path.", code="not_found")
+            meant = f"/v1{request.path}"
+            hint = f" Is {meant} meant?" if self._route(meant) is not None else ""
+            raise ApiRequestError(404, f"Unknown path.{hint}", code="not_found")
         if request.method == "OPTIONS":
             preflight = self._cors.preflight_fields(request.headers, route.allowed)
             return Response(204, headers={"Allow": f"{route.allowed}, OPTIONS"} | preflight)
