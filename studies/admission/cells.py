@@ -101,6 +101,16 @@ ADMISSIONS: Mapping[str, Admission] = {
     "Pointsman, 600 s": _router_admits(600.0),
     "Pointsman, 900 s": _router_admits(900.0),
     "ThunderAgent": Admission("its rule, with its choice of instances", simulation={"lab_admission": "thunderagent"}),
+    "ThunderAgent in Dynamo": Admission(
+        "the port of its rule in NVIDIA Dynamo", simulation={"lab_admission": "thunderagent_dynamo"}
+    ),
+    "Progress-TTL": Admission(
+        "the rule of vllm-router's PR #286, with its choice of instances", simulation={"lab_admission": "progress_ttl"}
+    ),
+    "llm-d LAS": Admission(
+        "llm-d's flow control: while the engines are saturated, the program with the least attained service goes first",
+        simulation={"lab_admission": "least_attained"},
+    ),
     "CONCUR": Admission("its rule, H_low 0.2", simulation={"lab_admission": "concur"}),
     "CONCUR 0.5": Admission("its rule, H_low 0.5", simulation={"lab_admission": "concur_h50"}),
     "12 requests": Admission("at most 12 requests on an instance, held 30 s, then refused", _capped(12)),
@@ -128,7 +138,7 @@ PLAN = (
         ("foresight",),
         (NONE, OURS),
     ),
-    (("burst",), ("foresight",), ("Pointsman, 900 s",)),
+    (("burst",), ("foresight",), ("Pointsman, 900 s", "ThunderAgent in Dynamo", "Progress-TTL", "llm-d LAS")),
 )
 
 
