@@ -557,6 +557,7 @@ class RouterState:
             self.instances.forget_snapshot(instance_id)
         self.prefix_knowledge.expire(now)
         self.fetches.expire(now)
+        self.requests.attained.expire(now)
         self.held_requests.expire(now)
         self.parked_requests.expire(now)
         self._refusals.expire(now)
