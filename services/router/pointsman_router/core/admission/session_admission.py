@@ -115,7 +115,7 @@ class SessionAdmission:
         state = self.pools.get(pool)
         ledger = state.ledger if state is not None else SessionLedger()
         under_way = "tool_result" if request.continues else ""
-        if not under_way and request.parent and request.parent in ledger.sessions:
+        if not under_way and request.started_by in ledger.sessions:
             under_way = "parent"
         if not under_way and request.session:
             under_way = ledger.continued(request.session, request.tenant, request.keys, dry=dry)
@@ -196,13 +196,15 @@ class SessionAdmission:
             # A list, since a generator takes twice the time.
             cached = max([candidate.cached_tokens for candidate in view.candidates], default=0)
         state.recomputation.add(new, min(max(prefix - cached, 0), new), now)
-        state.ledger.opened(name, request.tenant, request.input_tokens, keys, 0 if own else cached, now)
+        parent = request.started_by
+        state.ledger.opened(name, request.tenant, request.input_tokens, keys, 0 if own else cached, now, parent=parent)
         return name
 
     def announced(self, request: PlacementRequest, pool: str, now: float) -> str:
         """Count a request that its gateway runs, as `opened`; its keys are not known. Mutates."""
         name = request.session or request.request_id
-        self._state(pool).ledger.opened(name, request.tenant, request.input_tokens, (), 0, now)
+        ledger, parent = self._state(pool).ledger, request.started_by
+        ledger.opened(name, request.tenant, request.input_tokens, (), 0, now, parent=parent)
         return name
 
     def closed(
@@ -234,8 +236,9 @@ class SessionAdmission:
         self._state(pool).ledger.inherit(idle, age_s, now)
 
     def session_ended(self, session: str, now: float) -> bool:
-        """Forget a session that its client has ended, in all pools; return whether one of them knew it. Mutates; O(pools)."""
-        knowing = [state for state in self.pools.values() if session in state.ledger.sessions]
+        """Forget a session that its client has ended, and its sub-agents, in all pools; return whether one of them knew it.
+        Mutates; O(pools + sub-agents)."""
+        knowing = [state for state in self.pools.values() if state.ledger.knows(session)]
         for state in knowing:
             state.ledger.over(session, now)
         return bool(knowing)
