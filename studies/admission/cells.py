@@ -98,6 +98,8 @@ ADMISSIONS: Mapping[str, Admission] = {
     NONE: Admission("no admission"),
     "Pointsman, 120 s": _router_admits(120.0),
     "Pointsman, 30 s": _router_admits(30.0),
+    "Pointsman, 300 s": _router_admits(300.0),
+    "Pointsman, 480 s": _router_admits(480.0),
     "Pointsman, 600 s": _router_admits(600.0),
     "Pointsman, 900 s": _router_admits(900.0),
     "ThunderAgent": Admission("its rule, with its choice of instances", simulation={"lab_admission": "thunderagent"}),
@@ -122,7 +124,8 @@ PLAN = (
     (("burst",), ("foresight",), (NONE, OURS, "ThunderAgent", "CONCUR", "12 requests")),
     (("knee", "limit", "light", "chat"), ("foresight",), (NONE, OURS, "ThunderAgent")),
     (("burst",), ("unified",), (NONE, OURS)),
-    (("burst",), ("foresight",), ("Pointsman, 30 s", "Pointsman, 600 s", "CONCUR 0.5", "8 requests", "85 % of KV")),
+    (("burst",), ("foresight",), ("Pointsman, 480 s", "Pointsman, 300 s", "Pointsman, 600 s", "Pointsman, 30 s")),
+    (("burst",), ("foresight",), ("CONCUR 0.5", "8 requests", "85 % of KV")),
     (
         (
             "burst, retries",

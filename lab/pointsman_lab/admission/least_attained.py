@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import exp2, inf
 from statistics import fmean
 
 from pointsman_lab.admission.rule import Admitted, Answer
@@ -41,7 +41,7 @@ class _Program:
         self.service, self.at = self.service_at(now) + tokens, now
 
     def service_at(self, now: float) -> float:
-        return self.service * 2.0 ** ((self.at - now) / HALF_LIFE_S)
+        return self.service * exp2((self.at - now) / HALF_LIFE_S)
 
 
 class LeastAttained:

@@ -19,8 +19,8 @@ from tests.support.router_values import join, request, state
 
 
 def of(session: str, parent: str = "", agent_parent: str = "", **changes: Any) -> PlacementRequest:
-    started = {"parent": f"t/{parent}" if parent else "", "agent_parent": agent_parent}
-    return request(session, tenant="t", session_id=session, **started, **changes)
+    named = f"t/{parent}" if parent else ""
+    return request(session, tenant="t", session_id=session, parent=named, agent_parent=agent_parent, **changes)
 
 
 def test_sub_agents_of_all_depths_share_their_programs_service() -> None:

@@ -11,7 +11,7 @@ worth little after some half-lives.
 from __future__ import annotations
 
 from collections import OrderedDict
-from math import log
+from math import exp2, log
 
 import msgspec
 
@@ -33,7 +33,7 @@ class _Service(msgspec.Struct, gc=False):
     at: float = 0.0
 
     def now(self, now: float) -> float:
-        return self.tokens * 2.0 ** ((self.at - now) / HALF_LIFE_S)
+        return self.tokens * exp2((self.at - now) / HALF_LIFE_S)
 
 
 class AttainedService:
