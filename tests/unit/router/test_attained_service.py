@@ -169,7 +169,7 @@ def test_explain_shows_why_a_sub_agent_waited() -> None:
 
 
 def test_the_next_owner_counts_the_open_requests_that_gateways_announce() -> None:
-    router = state(limits=SaturationLimits(1))
+    router = state(limits=SaturationLimits(1), queue=QueueSettings(fair="program"))
     join(router, "a", 0)
     streams = (ev.OpenStream(of("root", tokens=40_000), "a", Phase.DECODE, 10_000),)
     router.handle(ev.GatewayHello("g", streams, frozenset(), frozenset("a")), 0.0)

@@ -41,7 +41,8 @@ class AdmissionSettings:
 
     on: bool = False
     interactive_s: float = 30.0
-    standard_s: float = 120.0
+    # The clients of OpenAI and Anthropic give up after 600 s without a byte.
+    standard_s: float = 480.0
     batch_s: float = 600.0
 
     def bound_s(self, priority: Priority) -> float:

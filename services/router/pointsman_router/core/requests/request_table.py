@@ -71,7 +71,7 @@ class RequestTable:
         self._prefix_knowledge = prefix_knowledge
         self._prefill_observer = prefill_observer
         self._fetches = fetches
-        self.attained = AttainedService()
+        self.attained = AttainedService(on=room.held.settings.fair == "program")
         self._open: dict[str, RequestState] = {}
         # Ended requests whose ids cannot be reused, oldest end first.
         self._ended: OrderedDict[str, RequestState] = OrderedDict()
