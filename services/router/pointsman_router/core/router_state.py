@@ -143,6 +143,7 @@ class RouterState:
             self.affinity,
             CacheCapacity(self.prefix_knowledge),
             self._admits,
+            self.views.least_new,
         )
         self.requests = RequestTable(
             room,

@@ -20,7 +20,12 @@ from pointsman_router.core.idle_sessions import IdleSessions
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.load.affinity import Affinity
-from pointsman_router.core.placement_types import Decision, PlacementRequest
+from pointsman_router.core.placement_types import (
+    LIGHT_CACHE_RATIO,
+    LIGHT_NEW_TOKENS,
+    Decision,
+    PlacementRequest,
+)
 from pointsman_router.core.prefill_curve import PrefillCurve
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.priority import Priority
@@ -66,8 +71,11 @@ class AdmissionStatus(NamedTuple):
 class Newness(NamedTuple):
     """What the session of a request would add to its pool."""
 
-    under_way: str  # why the request continues work under way, which adds nothing; empty: its session is new
+    under_way: (
+        str  # why the request continues work under way, which adds nothing; empty: its session is new, or resumes
+    )
     size: int  # tokens of KV
+    resumes: bool = False  # whether it continues a session under way whose context the caches have lost
 
 
 @dataclass(slots=True)
@@ -95,7 +103,9 @@ class SessionAdmission:
         affinity: Affinity,
         capacity: CacheCapacity,
         applies: Callable[[str, float], bool],
+        least_new: Callable[[PlacementRequest, str, float], int],
     ) -> None:
+        """`least_new(request, pool, now)`: the least tokens of its prompt that an instance of the pool has to compute."""
         self.settings = settings
         self.applies = applies
         self.pools: dict[str, PoolAdmission] = {}
@@ -104,6 +114,7 @@ class SessionAdmission:
         self._prefill_observer = prefill_observer
         self._affinity = affinity
         self._capacity = capacity
+        self._least_new = least_new
 
     def armed(self, pool: str, now: float) -> bool:
         """Return whether new sessions of a pool may have to wait: its caches are too small, and admission applies."""
@@ -123,7 +134,13 @@ class SessionAdmission:
             if not under_way and request.session not in ledger.sessions:
                 under_way = "session" if self._affinity.owner(pool, request.session, now) else ""
         if under_way:
-            return Newness(under_way, 0)
+            known = ledger.sessions.get(request.session)
+            idle = known is None or not known.open
+            pauses = idle and _can_pause(request) and self.armed(pool, now)
+            lost = self._least_new(request, pool, now) if pauses else 0
+            if lost < max(LIGHT_NEW_TOKENS, (1.0 - LIGHT_CACHE_RATIO) * request.input_tokens):
+                return Newness(under_way, 0)
+            return Newness("", lost, resumes=True)
         shared = self._shared(request.keys, state.capacity.ids) if state is not None else 0
         return Newness("", max(request.input_tokens - shared, 0))
 
@@ -139,6 +156,7 @@ class SessionAdmission:
             largest=state.capacity.largest,
             armed=self.armed(pool, now),
             under_way=newness.under_way,
+            resumes=newness.resumes,
             before=before,
             waited_s=waited_s,
             bound_s=bound_s,
@@ -264,3 +282,9 @@ class SessionAdmission:
         if not keys:
             return 0
         return next(self._index.runs(keys, self._index.mask(ids)), (0, 0))[0] * KEY_TOKENS
+
+
+def _can_pause(request: PlacementRequest) -> bool:
+    """Return whether a request of a session under way may wait: it is no sub-agent's, for which a parent waits that holds KV, and
+    no attempt to go on after an instance has failed."""
+    return bool(request.keys) and not request.started_by and not request.exclude and not request.resumed

@@ -69,6 +69,7 @@ class HeldRequest(msgspec.Struct, frozen=True, gc=False):
     waits_for: str = ""  # the instance that must first have less to do, by the policy; empty: any instance
     parked: bool = False  # whether it waits for the admission of its session, before anything else (parked_requests.py)
     asked_at: float = 0.0  # when its client asked for it last, if it is parked
+    resumes: bool = False  # whether it is parked although its session is under way (AdmissionView.resumes)
     tenant_load: float | None = None  # the weighted size of its tenant's sessions for the tenant's weight, then
 
     @property
