@@ -58,11 +58,11 @@ class _Program:
     instance: str  # to which it is bound
     context: int = 0  # tokens of its prompts
     shared: int = 0  # tokens of its first prompt that were cached
-    active: bool = False
+    active: bool = False  # whether it holds a place on its instance
     open: bool = False  # whether a request of it is at an engine
     since: float = inf  # when its waiting request came; inf: none waits
     forced_at: float = inf  # when that goes on in any case
-    admitted_at: float = -inf
+    admitted_at: float = -inf  # when it became active last
     rounds: int = 0  # continuous requests since its admission
     segment: int = 0  # requests since its context was computed anew
     since_ttl: int = 0  # continuous requests since a pause by TTL
@@ -78,11 +78,13 @@ class _Program:
 
 
 class _Request(NamedTuple):
-    prompt: int
-    output: int
-    growth: int  # 0: none is known
-    since_ttl: int
-    ended_at: float
+    """An answered request. Sizes in tokens."""
+
+    prompt: int  # its length
+    output: int  # its answer's length
+    growth: int  # over the program's last prompt; 0: unknown
+    since_ttl: int  # _Program.since_ttl with it
+    ended_at: float  # s
 
 
 @dataclass(slots=True)
