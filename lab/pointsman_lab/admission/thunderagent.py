@@ -8,15 +8,18 @@ a7eef77a, ThunderAgent/scheduler/router.py and backend/state.py, with the defaul
 - A new program goes to the instance with the fewest tokens among those where used + tokens + 100 <= KV capacity, if nothing
   waits; otherwise it waits. A program stays on its instance until it is paused.
 - Every 5 s programs are resumed: those that wait with a request first, then new ones, then those without a request, in each group
-  the smallest first, as many as fit the sum of what remains below `resume_to` x capacity; the chosen ones are placed largest
-  first, each on the instance with the most room (best fit decreasing).
+  the smallest first (by what they had when they were paused), as many as fit the sum of what remains below `resume_to` x
+  capacity; the chosen ones are placed largest first, each on the instance with the most room (best fit decreasing).
 - Then the programs of an instance with used > `pause_above` x capacity are paused: first those in a tool call, the smallest
   first, until used <= `pause_to` x capacity. If that does not suffice, all that have a request open are paused when it ends.
 - A request that has waited for 1,800 s goes on in any case.
 
-NVIDIA Dynamo ships the rule as a built-in plug-in of its frontend (off unless it is configured), with other limits (DYNAMO), and
-forgets a program `keep_s` after its last answer: ai-dynamo/dynamo, lib/router-plugins/builtin/src/thunderagent, scheduler.rs at
-227ce2e4 and config.rs at 8c8d7353 (September 2026).
+In 1,000 random histories of 120 events (asked, answered, ended, tick) of eight programs on one to three instances the authors'
+program and this rule let the same requests go on, to the same instances.
+
+NVIDIA Dynamo ships the rule as a built-in plug-in of its frontend (off unless it is configured), with other limits (DYNAMO) and
+the order of what programs have now, and forgets a program `keep_s` after its last answer: ai-dynamo/dynamo,
+lib/router-plugins/builtin/src/thunderagent, scheduler.rs at 227ce2e4 and config.rs at 8c8d7353 (September 2026). This is a reading.
 
 Left out: the estimate of tokens from characters (prompts are known in tokens here), tokens of a system prompt that programs share
 (`shared_tokens`; `shared_prefix_budget`, off by default), the decay of the tokens of programs in a tool call and their weight
@@ -40,16 +43,17 @@ LONGEST_WAIT_S = 1_800.0
 
 
 class Limits(NamedTuple):
-    """Shares of an instance's KV capacity, and a time in s."""
+    """Shares of an instance's KV capacity, a time in s, and an order."""
 
     pause_above: float  # used beyond which its programs are paused
     pause_to: float  # to which they are paused
     resume_to: float  # to which paused ones are resumed
     keep_s: float  # after which a program without a request is forgotten
+    as_paused: bool  # whether the smallest one to resume is that with the fewest tokens when it was paused, or now
 
 
-RELEASED = Limits(1.0, 1.0, 1.0, inf)
-DYNAMO = Limits(0.95, 0.8, 0.85, 1_800.0)
+RELEASED = Limits(1.0, 1.0, 1.0, inf, as_paused=True)
+DYNAMO = Limits(0.95, 0.8, 0.85, 1_800.0, as_paused=False)
 
 
 @dataclass(slots=True)
@@ -64,6 +68,7 @@ class _Program:
     # When the request that waits came; None if none waits.
     since: float | None = None
     to_be_paused: bool = False  # when its open request ends
+    paused_tokens: int = 0  # `tokens` when it was paused, or came and had to wait
     idle_since: float = inf  # when its last request ended; inf while it has one
 
     @property
@@ -100,7 +105,8 @@ class ThunderAgent:
             state.instance = instance
             return [Admitted(program, instance)]
         state.since = now
-        self._paused[program] = state
+        if program not in self._paused:
+            self._wait(state)
         return []
 
     def answered(self, program: str, answer: Answer, now: float) -> Sequence[Admitted]:
@@ -150,7 +156,7 @@ class ThunderAgent:
         share = self._limits.resume_to
         remaining = {name: left for name in self._capacity if (left := self._remaining(name, share)) > BUFFER_TOKENS}
         total, chosen = sum(remaining.values()), []
-        for program in sorted(self._paused.values(), key=lambda program: (program.group, program.tokens)):
+        for program in sorted(self._paused.values(), key=self._turn):
             if program.required <= total:
                 chosen.append(program)
                 total -= program.required
@@ -159,6 +165,9 @@ class ThunderAgent:
             if largest and program.required <= remaining[largest]:
                 remaining[largest] -= program.required
                 yield self._resume(program, largest)
+
+    def _turn(self, program: _Program) -> tuple[int, int]:
+        return program.group, program.paused_tokens if self._limits.as_paused else program.tokens
 
     def _resume(self, program: _Program, instance: str) -> Admitted:
         """Return what goes on: nothing, with an empty name, if the program has no request."""
@@ -169,6 +178,10 @@ class ThunderAgent:
 
     def _pause(self, program: _Program) -> None:
         program.instance, program.to_be_paused = "", False
+        self._wait(program)
+
+    def _wait(self, program: _Program) -> None:
+        program.paused_tokens = program.tokens
         self._paused[program.name] = program
 
     def _pause_until_it_fits(self, instance: str) -> None:
