@@ -19,7 +19,7 @@ program and this rule let the same requests go on, to the same instances.
 
 NVIDIA Dynamo ships the rule as a built-in plug-in of its frontend (off unless it is configured), with other limits (DYNAMO) and
 the order of what programs have now, and forgets a program `keep_s` after its last answer: ai-dynamo/dynamo,
-lib/router-plugins/builtin/src/thunderagent, scheduler.rs at 227ce2e4 and config.rs at 8c8d7353 (September 2026). This is a reading.
+lib/router-plugins/builtin/src/thunderagent, scheduler.rs at 227ce2e4, config.rs at 8c8d7353 (September 2026). This is a reading.
 
 Left out: the estimate of tokens from characters (prompts are known in tokens here), tokens of a system prompt that programs share
 (`shared_tokens`; `shared_prefix_budget`, off by default), the decay of the tokens of programs in a tool call and their weight
