@@ -69,6 +69,7 @@ class SimulatedGateway:
         self._on_end = on_end
         self._pace = LocalPace()
         self._waiting = WaitingForOwner(self._pace)
+        self._link_free_at: dict[str, float] = {}  # when an instance has sent all that was asked of it, s
         self._wake_at = math.inf  # when requests that wait for an owner are looked at next
 
     # ---- clients ----
@@ -437,7 +438,12 @@ class SimulatedGateway:
         assert engine_id(step) == event.request_id, "an answer to a step that was not taken"
         if isinstance(event, WaitingForRemoteKv):
             received = partial(self._instances[step.target.instance_id].receive, event.request_id)
-            self._event_queue.schedule(now + self._transfer_s(running, event.tokens), received)
+            arrives_at = now + self._transfer_s(running, event.tokens)
+            if self._config.one_transfer_at_a_time and step.kv_source is not None:
+                free_at = self._link_free_at.get(step.kv_source.instance_id, now)
+                arrives_at += max(free_at - now, 0.0)
+                self._link_free_at[step.kv_source.instance_id] = arrives_at
+            self._event_queue.schedule(arrives_at, received)
         elif step.kv_source is not None and running.upstream[0] == step.kv_source.instance_id:
             # The source's answer to a fetch has one token.
             if isinstance(event, Finished):
