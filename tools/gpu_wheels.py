@@ -100,7 +100,8 @@ def best_wheel(package: dict[str, Any], tags: Sequence[Tag], group: str) -> Whee
 def plan(python: str, cuda: int, vllm: str, mooncake: str, have: Iterable[str] = ()) -> list[Wheel]:
     """Return the wheels that the machine needs, without those of the packages in `have` (lines NAME==VERSION, as pip freeze
     prints them)."""
-    own = ["pip", "uv", *transfer_packages(cuda, mooncake)]
+    # The helpers of the tests, which start engines, import pytest.
+    own = ["pip", "pytest", "uv", *transfer_packages(cuda, mooncake)]
     everything = resolve([*own, *engine_packages(cuda, vllm, mooncake)], python, "pyproject.toml", "--extra", "all")
     check_cuda([package["name"] for package in everything], cuda)
     held = [f"{package['name']}=={package['version']}" for package in everything]
