@@ -166,10 +166,16 @@ async def decoding(
             await post(http, engine, {"prompt": [rng.choice(ids) for _ in range(32)], "max_tokens": tokens})
 
     streams = [asyncio.create_task(stream()) for _ in range(STREAMS)]
-    await asyncio.to_thread(
-        until, lambda: engine.running() >= STREAMS, within_s=60.0, what="all background streams running"
-    )
+
+    def running() -> bool:
+        for task in streams:
+            if task.done():
+                # A refused request raises here.
+                task.result()
+        return engine.running() >= STREAMS
+
     try:
+        await asyncio.to_thread(until, running, within_s=60.0, what="all background streams running")
         yield
     finally:
         for task in streams:

@@ -114,7 +114,9 @@ def names_of(words: list[str]) -> list[str]:
         "python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     # Not `choices`: with nargs="*" argparse would reject an empty list of names.
-    parser.add_argument("names", metavar="NAME", nargs="*", help=f"one of {', '.join(known)}")
+    parser.add_argument(
+        "names", metavar="NAME", nargs="*", help=f"one of {', '.join(known)}; or gpu, with flags of its own"
+    )
     names: list[str] = parser.parse_args(words).names
     for name in names:
         if name not in known:
@@ -138,7 +140,3 @@ def main() -> None:
             results.flush()
             all_figures += figures
     Console(width=180).print(figure_table(all_figures))
-
-
-if __name__ == "__main__":
-    main()
