@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +29,8 @@ from tools import offline_install
 
 ROOT = Path(__file__).resolve().parent.parent
 PART_BYTES = 60_000_000
+# What pip fetches at once, unless one wheel is larger.
+BATCH_BYTES = 200_000_000
 # The newest C library that the wheels may need: that of Ubuntu 22.04. Older ones are enough for most.
 GLIBC_MINOR = 35
 # The other routers that the benchmark compares with. Dynamo and SMG are left out: they are larger than all of the rest but vLLM.
@@ -137,31 +139,34 @@ def check_cuda(packages: Iterable[str], cuda: int) -> None:
         )
 
 
+def batches(wheels: Iterable[Wheel]) -> Iterator[list[Wheel]]:
+    """Yield the wheels in groups that pip fetches at once: what it has fetched is there only when it ends."""
+    batch: list[Wheel] = []
+    for wheel in wheels:
+        packages = {before.package.partition("==")[0] for before in batch}
+        full = sum(before.bytes for before in batch) + wheel.bytes > BATCH_BYTES
+        if batch and (full or wheel.package.partition("==")[0] in packages):
+            yield batch
+            batch = []
+        batch.append(wheel)
+    if batch:
+        yield batch
+
+
 def fetch(wheels: Iterable[Wheel], folder: Path, python: str) -> None:
     """Have pip fetch the wheels that are not in `folder`. Raises SystemExit if a file is not the one that was planned."""
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(GLIBC_MINOR, 4, -1)]
     platforms += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--dest", str(folder)]
+    command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
+    command += [word for platform in platforms for word in ("--platform", platform)]
     folder.mkdir(parents=True, exist_ok=True)
-    for wheel in wheels:
-        entry = asdict(wheel)
-        if offline_install.intact(folder / wheel.name, entry):
-            continue
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--no-cache-dir",
-            "--dest",
-            str(folder),
-        ]
-        command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
-        command += [word for platform in platforms for word in ("--platform", platform)]
-        subprocess.run([*command, wheel.package], check=True)
-        if not offline_install.intact(folder / wheel.name, entry):
-            sys.exit(f"{wheel.package}: pip has fetched another file than {wheel.name}")
+    missing = [wheel for wheel in wheels if not offline_install.intact(folder / wheel.name, asdict(wheel))]
+    for batch in batches(missing):
+        subprocess.run([*command, *(wheel.package for wheel in batch)], check=True)
+        for wheel in batch:
+            if not offline_install.intact(folder / wheel.name, asdict(wheel)):
+                sys.exit(f"{wheel.package}: pip has fetched another file than {wheel.name}")
 
 
 def built(folder: Path) -> list[Wheel]:

@@ -196,3 +196,28 @@ def test_the_index_must_have_this_cuda(packages: list[str], cuda: int, refused: 
             gpu_wheels.check_cuda(packages, cuda)
     else:
         gpu_wheels.check_cuda(packages, cuda)
+
+
+def test_wheels_are_fetched_some_at_a_time() -> None:
+    def wheel(package: str, megabytes: int) -> Wheel:
+        return Wheel(f"{package}.whl", package, megabytes * 10**6, "", VLLM)
+
+    wheels = [wheel("a==1", 90), wheel("b==1", 90), wheel("c==1", 90), wheel("c==2", 1), wheel("d==1", 900)]
+    assert [[it.package for it in batch] for batch in gpu_wheels.batches(wheels)] == [
+        ["a==1", "b==1"],
+        ["c==1"],
+        ["c==2"],
+        ["d==1"],
+    ]
+    assert list(gpu_wheels.batches([])) == []
+
+
+def test_what_is_there_is_not_fetched_again(
+    tmp_path: Path, wheels: list[Wheel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(gpu_wheels.subprocess, "run", lambda command, check: asked.append(command))
+    (tmp_path / "made" / wheels[1].name).write_bytes(b"half")
+    with pytest.raises(SystemExit, match=r"large==2\.0: pip has fetched another file"):
+        gpu_wheels.fetch(wheels, tmp_path / "made", "3.12")
+    assert [command[-1] for command in asked] == ["large==2.0"]
