@@ -36,7 +36,9 @@ process of its own of at most 8 minutes; its figures are in docs/results/gpu. A 
 - **d**: what plug-in, events and checksums cost an engine's step; step loads; sleep.
 
 All engines share one device, without MPS: while two compute, each has a part of its time. Transfers are Mooncake's over TCP,
-unless the run says otherwise. A ratio is the value over the baseline of the same run, which the note names.
+unless the run says otherwise. A ratio is the value over the baseline of the same run, which the note names. In brackets: of
+overheads the ratio to the transfer after the prefill, of prefills to one without a transfer, of routers to `auto` in the same
+rounds (with the 95 % interval of several).
 """
 RUN_IT = """\
 ## On your card
@@ -96,8 +98,12 @@ def _device(results: Sequence[PartResult]) -> str:
         text += f"### {result.part}: {PARTS[result.part]}\n\n{_about(result)}\n\n"
         if result.problem:
             text += f"```text\n{result.problem}\n```\n\n"
-        if result.figures:
-            text += _table(result.figures) + "\n"
+        plain = [figure for figure in result.figures if len(_place(figure)) != 3]
+        crossed = [figure for figure in result.figures if len(_place(figure)) == 3]
+        for group in dict.fromkeys(_place(figure)[0] for figure in crossed):
+            text += _crossed(group, [figure for figure in crossed if _place(figure)[0] == group]) + "\n"
+        if plain:
+            text += _table(plain) + "\n"
     return text.rstrip() + "\n"
 
 
@@ -115,14 +121,43 @@ def _setting(setting: Setting) -> str:
     return ", ".join([*parts, f"commit {setting.commit}"])
 
 
+def _place(figure: Figure) -> list[str]:
+    """Return where a figure is: of "GROUP / ROW / COLUMN" these three, so that it stands in the table of its group."""
+    return figure.metric.split(" / ")
+
+
+def _crossed(group: str, figures: Sequence[Figure]) -> str:
+    """Return the table of a group. A cell has the value, and in brackets its ratio to the baseline and its note."""
+    cells = {tuple(_place(figure)[1:]): figure for figure in figures}
+    columns = list(dict.fromkeys(column for _, column in cells))
+    rows = [f"| {' | '.join([group, *columns])} |", "|---" * (len(columns) + 1) + "|"]
+    rows += [
+        f"| {' | '.join([row, *(_cell(cells.get((row, column))) for column in columns)])} |"
+        for row in dict.fromkeys(row for row, _ in cells)
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def _cell(figure: Figure | None) -> str:
+    if figure is None:
+        return ""
+    more = [_ratio(figure), figure.note]
+    return f"{_amount(figure.value)} {figure.unit}".rstrip() + (
+        f" ({'; '.join(filter(None, more))})" if any(more) else ""
+    )
+
+
+def _ratio(figure: Figure) -> str:
+    # A negative time, of a token that came before an answer, has no ratio.
+    return "" if figure.ratio is None or figure.ratio < 0 else f"{figure.ratio:.2f}"
+
+
 def _table(figures: Sequence[Figure]) -> str:
     rows = ["| measure | value | baseline | ratio | note |", "|---|---|---|---|---|"]
     for figure in figures:
         baseline = "" if figure.baseline is None else _amount(figure.baseline)
-        # A negative time, of a token that came before an answer, has no ratio.
-        ratio = "" if figure.ratio is None or figure.ratio < 0 else f"{figure.ratio:.2f}"
         value = f"{_amount(figure.value)} {figure.unit}".rstrip()
-        rows.append(f"| {figure.metric} | {value} | {baseline} | {ratio} | {figure.note.replace('|', '/')} |")
+        rows.append(f"| {figure.metric} | {value} | {baseline} | {_ratio(figure)} | {figure.note.replace('|', '/')} |")
     return "\n".join(rows) + "\n"
 
 

@@ -108,7 +108,7 @@ class _Pairs:
         await self._handshake()
         for length in lengths:
             size = length * self._shape.kv_bytes_per_token / 1e6
-            self._run.add(Figure(f"KV, {length:,} tokens", size, "MB", None, f"{self._shape.name}, both K and V"))
+            self._run.add(Figure(f"{self._shape.name} / {length:,} tokens / KV", size, "MB"))
         for length in lengths:
             await self._table(length, "idle")
         for length in lengths:
@@ -145,14 +145,15 @@ class _Pairs:
                 alone_s[name].append(time.perf_counter() - began)
                 halves[name].append(await self._offload(name, pair, length))
         tails = {name: 1e3 * median(found.tail_s for found in all_) for name, all_ in halves.items()}
-        prefills = {name: 1e3 * median(found.prefill_s for found in all_) for name, all_ in halves.items()}
-        rounds = f"medians of {self._rounds}"
-        what = f"{length:,} tokens, {load}"
-        for name, told in (("push", "layer by layer"), ("after", "after the prefill")):
-            note = f"P's time with a transfer {told}; baseline: without"
-            self._run.add(Figure(f"prefill, {what}, {name}", prefills[name], "ms", 1e3 * median(alone_s[name]), note))
-        note = f"layer by layer; baseline: after the prefill; {rounds}"
-        self._run.add(Figure(f"overhead, {what}", tails["push"], "ms", tails["after"], note))
+        row = f"{self._shape.name} / {length:,} tokens"
+        self._run.add(
+            Figure(f"{row} / overhead after the prefill, {load}", tails["after"], "ms"),
+            Figure(f"{row} / overhead layer by layer, {load}", tails["push"], "ms", tails["after"]),
+        )
+        for name, told in (("after", "after it"), ("push", "layer by layer")):
+            prefill_ms = 1e3 * median(found.prefill_s for found in halves[name])
+            without_ms = 1e3 * median(alone_s[name])
+            self._run.add(Figure(f"{row} / prefill with a transfer {told}, {load}", prefill_ms, "ms", without_ms))
 
     async def _at_once(self, length: int) -> None:
         times: dict[str, list[float]] = {name: [] for name in self._pairs}

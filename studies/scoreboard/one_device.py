@@ -21,7 +21,7 @@ from bench.figures import Figure
 from bench.gpu.device import CPU, CUDA, SMALLEST, fleet_of, make_shape
 from bench.gpu.part import PartRun, run_part
 from bench.gpu.shapes import QWEN3
-from bench.rivals.contenders import POINTSMAN, Contender, contenders
+from bench.rivals.contenders import Contender, contenders
 from bench.rivals.engines import Fleet
 from bench.rivals.environments import NotRunnable
 from pointsman_lab.report.request_record import RequestRecord
@@ -188,7 +188,16 @@ def fan_out(kind: str, load: Load, number: int) -> Draw:
 
 def figures(compared: Comparison) -> list[Figure]:
     """Return the figures of a cell: each measure of each router beside that of REFERENCE in the same rounds."""
-    measured = (_figure(compared, column, name) for column in COLUMNS for name in compared.trials)
+    names = sorted(compared.trials, key=NAMES.index)
+    measured = [_figure(compared, column, name) for name in names for column in COLUMNS]
+    measured += [
+        Figure(f"{compared.cell.name} / {name} / {what}", value, unit)
+        for name in names
+        for what, value, unit in (
+            ("rounds", len(compared.trials[name]), ""),
+            ("failed", 100 * compared.failed_share(name), "%"),
+        )
+    ]
     absent = (
         Figure(f"{compared.cell.name}, {name}", 0.0, "trials", None, f"it did not run: {problem}")
         for name, problem in compared.problems.items()
@@ -203,19 +212,12 @@ def _figure(compared: Comparison, column: Column, name: str) -> Figure | None:
     entry = compared.entry(name, column, REFERENCE)
     if entry.mean is None:
         return None
-    rounds = len(compared.trials[name])
-    note = f"{rounds} rounds" + (f", {failed:.1%} failed" if (failed := compared.failed_share(name)) else "")
+    metric = f"{compared.cell.name} / {name} / {column.name}"
     if name == REFERENCE or entry.ratio is None:
-        return Figure(f"{compared.cell.name}, {column.name}, {name}", entry.mean, column.unit, None, note)
-    note += f"; ratio of pairs {entry.ratio:.2f}" + (f" ({entry.low:.2f} to {entry.high:.2f})" if rounds > 1 else "")
-    base = compared.entry(REFERENCE, column, "").mean
-    return Figure(
-        f"{compared.cell.name}, {column.name}, {name}",
-        entry.mean,
-        column.unit,
-        base,
-        f"{note}; baseline: {POINTSMAN} auto",
-    )
+        return Figure(metric, entry.mean, column.unit)
+    interval = f"{entry.low:.2f} to {entry.high:.2f}" if len(compared.trials[name]) > 1 else ""
+    # The ratio is that of the pairs of rounds, not of the means.
+    return Figure(metric, entry.mean, column.unit, entry.mean / entry.ratio, interval)
 
 
 if __name__ == "__main__":

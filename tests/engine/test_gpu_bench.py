@@ -42,9 +42,10 @@ def test_transfers_between_two_engines_are_measured(tmp_path: Path) -> None:
     assert (result.status, done.returncode) == (COMPLETE, 0), result.problem
     found = {figure.metric: figure for figure in result.figures}
     for length in ("256", "512"):
-        assert {f"overhead, {length} tokens, {load}" for load in ("idle", "16 decodes")} <= found.keys()
+        row = f"Qwen3, 4 layers of 256 / {length} tokens / overhead layer by layer"
+        assert {f"{row}, {load}" for load in ("idle", "16 decodes")} <= found.keys()
     assert found["tokens loaded"].ratio == found["fetched prefixes found"].ratio == 1.0
     assert found["requests checked by checksums"].value > 0
     assert found["requests with wrong checksums"].value == 0
     assert found["answer equal after aborts"].value == 1.0
-    assert "| overhead, 512 tokens, idle |" in (tmp_path / "gpu.md").read_text()
+    assert "| 512 tokens | 2.1 MB |" in (tmp_path / "gpu.md").read_text()

@@ -249,6 +249,19 @@ def test_the_page_names_card_driver_versions_and_commit() -> None:
     assert "| early | -4 ms | 2 |  |  |" in text
 
 
+def test_figures_of_a_group_are_a_table_of_rows_and_columns() -> None:
+    figures = [
+        Figure("agentic / a / TTFT", 2.0, "s", 1.0, "1.80 to 2.20"),
+        Figure("agentic / b / TTFT", 1.0, "s"),
+        Figure("agentic / b / hits", 50.0, "%"),
+        Figure("other", 3.0, "s"),
+    ]
+    text = page({"cuda": [result("c", "cuda", figures=figures)]})
+    rows = ["| agentic | TTFT | hits |", "|---|---|---|", "| a | 2 s (2.00; 1.80 to 2.20) |  |", "| b | 1 s | 50 % |"]
+    assert "\n".join(rows) in text
+    assert "| other | 3 s |" in text
+
+
 def test_a_failed_part_is_told_with_its_last_lines() -> None:
     text = page({"cuda": [result("b", "cuda", status=FAILED, problem="Traceback\nOSError: no")]})
     assert "**failed**" in text

@@ -14,6 +14,7 @@ from studies.scoreboard.one_device import CONTEXT, agentic, fan_out, figures
 from studies.scoreboard.traffic import Load
 
 KINDS = ("cuda", "cpu")
+OWN, OTHER = "pointsman auto", "nginx least_conn"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,19 +66,19 @@ def test_each_router_is_shown_beside_pointsman_in_the_same_rounds() -> None:
     trials = [
         trial("pointsman auto", 1, 1.0),
         trial("pointsman auto", 2, 2.0),
-        trial("a", 1, 2.0),
-        trial("a", 2, 4.0, failed=1),
+        trial(OTHER, 1, 2.0),
+        trial(OTHER, 2, 4.0, failed=1),
     ]
     trials.append(StoredTrial(cell="agentic", contender="b", version="1", round=1, problem="no program"))
     found = {
         figure.metric: figure for figure in figures(Comparison(Cell("agentic", "x", Load("agentic", 1.0)), trials))
     }
-    own, other = found["agentic, TTFT p90, pointsman auto"], found["agentic, TTFT p90, a"]
-    assert (own.value, own.baseline, own.note) == (3.0, None, "2 rounds")
-    assert (other.value, other.baseline, other.ratio) == (6.0, 3.0, 2.0)
-    assert "ratio of pairs 2.00 (2.00 to 2.00)" in other.note
-    assert "5.0% failed" in other.note
-    assert found["agentic, hit ratio, a"].value == 50.0
+    own, other = found[f"agentic / {OWN} / TTFT p90"], found[f"agentic / {OTHER} / TTFT p90"]
+    assert (own.value, own.baseline, own.note) == (3.0, None, "")
+    assert (other.value, other.ratio, other.note) == (6.0, pytest.approx(2.0), "2.00 to 2.00")
+    assert found[f"agentic / {OTHER} / failed"].value == 5.0
+    assert found[f"agentic / {OTHER} / rounds"].value == 2
+    assert found[f"agentic / {OTHER} / hit ratio"].value == 50.0
     assert "no program" in found["agentic, b"].note
 
 
