@@ -9,10 +9,53 @@ from pathlib import Path
 
 import pytest
 
+from bench.gpu import device
+from bench.gpu.device import CUDA, GRAPHS, SIZES, Card, Device
 from bench.gpu.results import COMPLETE, file_of, load
+from tests.support.engines.servers import LAYERWISE, Engine
+from tests.support.engines.vllm_questions import Vllm
 from tests.support.repository import REPOSITORY
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(700)]
+
+
+# Reads command lines and writes what vLLM parsed from them.
+PARSE = """
+from vllm.config import CompilationConfig
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+answer = []
+for words in asked:
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    validate_parsed_serve_args(args)
+    graphs = args.compilation_config.cudagraph_capture_sizes
+    answer.append([args.load_format, args.dtype, args.gpu_memory_utilization, args.kv_cache_memory_bytes, args.max_model_len,
+        args.enforce_eager, graphs, args.enable_sleep_mode, args.kv_transfer_config.kv_connector_extra_config])
+"""
+
+
+def test_vllm_takes_the_flags_of_engines_on_a_card(vllm: Vllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "card", lambda: Card("card", "1", 80 * 2**30))
+    flags = []
+    for eager in (False, True):
+        where = Device(CUDA, SIZES[CUDA], eager=eager, protocol="rdma")
+        plan = where.plan((4,), (49_000,))
+        spec = where.spec(
+            "a",
+            plan,
+            32_832,
+            kv_transfer=where.kv_transfer(LAYERWISE),
+            extra_args=("--enable-sleep-mode", "--enable-scale-out"),
+        )
+        argv = Engine(spec, tmp_path, tmp_path).process.argv
+        flags.append(list(argv[argv.index("vllm.entrypoints.openai.api_server") + 1 :]))
+    assert vllm.ask(PARSE, flags) == [
+        [
+            *("dummy", "bfloat16", round(plan.fraction, 4), 49_000 * plan.shape.kv_bytes_per_token, 32_832),
+            *(eager, None if eager else list(GRAPHS), True, {"mooncake_protocol": "rdma"}),
+        ]
+        for eager in (False, True)
+    ]
 
 
 def test_transfers_between_two_engines_are_measured(tmp_path: Path) -> None:
