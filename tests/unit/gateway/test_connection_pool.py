@@ -72,6 +72,19 @@ async def test_a_kept_connection_that_was_closed_is_tried_again_on_a_new_one() -
         assert len(there.requests) == 5, "once more, not for ever"
 
 
+async def test_an_instance_that_dies_with_a_request_on_a_kept_connection_broke_it() -> None:
+    async with instance() as there, pool() as here:
+        there.after = "die"
+        there.answers = [[WHOLE], []]
+        assert await whole(await ask(there, here)) == b"hello"
+        with pytest.raises(UpstreamError, match="no answer: closed, then no answer: ConnectionRefusedError") as broken:
+            await ask(there, here)
+        assert (broken.value.broke, broken.value.sent) == (True, True)
+        with pytest.raises(UpstreamError) as refused:
+            await ask(there, here)
+        assert (refused.value.broke, refused.value.sent) == (False, False), "this request never reached it"
+
+
 async def test_an_answer_that_has_begun_is_not_asked_for_again() -> None:
     async with instance() as there, pool() as here:
         there.answers = [[WHOLE]]

@@ -592,6 +592,7 @@ class RouterState:
             self.pool_choices.forget_pool(pool)
             self.admission.forget_pool(pool)
             self._decider.forget_pool(pool)
+            self._plans.forget_pool(pool)
         return [ev.PoolForgotten(pool) for pool in due]
 
 
