@@ -82,7 +82,8 @@ def page(results: Mapping[str, Sequence[PartResult]]) -> str:
         return text + "Not run.\n"
     text += (
         "The same command with `--device cpu`, so that it does not rot: vLLM's CPU build, a model of 4 layers, prompts of 512 to "
-        "2,048 tokens, engines, routers and clients on cores that other programs use, too. These figures show that it runs, and no more.\n\n"
+        "2,048 tokens, engines, routers and clients on cores that other programs use, too. These figures show that it runs, and "
+        "no more.\n\n"
     )
     return text + _device(cpu)
 
