@@ -22,6 +22,14 @@ HERE = Path(__file__).resolve().parent
 CHUNK = 1 << 20
 # Debian's and Ubuntu's packages of the libraries that Mooncake does not bring along.
 SYSTEM_LIBRARIES = "libibverbs1 libnuma1 libcurl4"
+# torch brings the CUDA libraries that Mooncake uses.
+LOAD_MOONCAKE = """
+try:
+    import torch
+except ImportError:
+    pass
+import mooncake.engine
+"""
 
 
 def sha256_of(file: Path) -> str:
@@ -90,10 +98,10 @@ def install(folder: Path, manifest: Mapping[str, Any], groups: Sequence[str], ve
     (pip,) = (folder / "wheels" / name for name in names if name.startswith("pip-"))
     command = [str(venv / "bin" / "python"), str(pip / "pip"), "install", "--quiet", "--no-index", "--no-deps"]
     subprocess.run([*command, *(str(folder / "wheels" / name) for name in names)], check=True)
-    loaded = subprocess.run([command[0], "-c", "import mooncake.engine"], capture_output=True, text=True, check=False)
+    loaded = subprocess.run([command[0], "-c", LOAD_MOONCAKE], capture_output=True, text=True, check=False)
     if loaded.returncode:
         reason = loaded.stderr.strip().rpartition("\n")[2]
-        print(f"Mooncake cannot be loaded: {reason}\nit needs {SYSTEM_LIBRARIES} of the system", file=sys.stderr)
+        print(f"Mooncake cannot be loaded: {reason}\nit needs the driver, and {SYSTEM_LIBRARIES}", file=sys.stderr)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -62,7 +62,7 @@ PATH=$PWD/.venv-engine/bin:$PATH python -m bench gpu     # all parts, 30 minutes
 - Where vLLM's wheels are too much: `install.py --only pointsman` needs the first parts alone and takes the torch of the Python
   that it runs with. Parts a and d then measure the connector's workers on tensors, b and c say that they need vLLM.
 - `--parts a,d` runs some, `--again` runs them again. `--eager` starts engines without compiled models and CUDA graphs, for a
-  machine without a C compiler. `--protocol` is Mooncake's.
+  machine without a C compiler. `--protocol` is Mooncake's. `--commit` names the tree where there is no git.
 - Other routers in part c are installed from the same wheels: set `UV_NO_INDEX=1` and `UV_FIND_LINKS` to `parts/wheels`. nginx is
   the system's.
 - A card of 24 GB or more is enough. The memory decides the model's shape, how many engines there are and how long the prompts.

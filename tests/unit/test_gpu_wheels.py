@@ -216,7 +216,7 @@ def test_what_is_there_is_not_fetched_again(
     tmp_path: Path, wheels: list[Wheel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[str]] = []
-    monkeypatch.setattr(gpu_wheels.subprocess, "run", lambda command, check: asked.append(command))
+    monkeypatch.setattr(subprocess, "run", lambda command, check: asked.append(command))
     (tmp_path / "made" / wheels[1].name).write_bytes(b"half")
     with pytest.raises(SystemExit, match=r"large==2\.0: pip has fetched another file"):
         gpu_wheels.fetch(wheels, tmp_path / "made", "3.12")
