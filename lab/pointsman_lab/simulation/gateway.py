@@ -15,8 +15,9 @@ from msgspec import structs
 from xxhash import xxh3_64_intdigest
 
 from pointsman_common.core.block_keys import KEY_TOKENS
+from pointsman_gateway.core.api.errors import RETRY_S
 from pointsman_gateway.core.request import request_events as ge
-from pointsman_gateway.core.request.failures import RETRY_S, answer_to
+from pointsman_gateway.core.request.failures import error_for
 from pointsman_gateway.core.request.local_pace import LocalPace
 from pointsman_gateway.core.request.request_state_machine import Phase
 from pointsman_gateway.core.waiting_for_owner import Ask, PlaceAt, RefuseWaiting, WaitingForOwner, WaitingRequest
@@ -106,12 +107,12 @@ class SimulatedGateway:
         if running.failure is None:
             self._on_end(running, now, 400 if running.rejection else 200, running.rejection)
             return
-        answer = answer_to(running.failure)
-        if answer.retry_after_s is None or running.refusals >= self._config.retries:
-            self._on_end(running, now, answer.status, running.failure.message)
+        error = error_for(running.failure)
+        if error.retry_after_s is None or running.refusals >= self._config.retries:
+            self._on_end(running, now, error.status, error.message)
             return
         running.refusals += 1
-        self._event_queue.schedule(now + answer.retry_after_s, partial(self._begin, running))
+        self._event_queue.schedule(now + error.retry_after_s, partial(self._begin, running))
 
     # ---- the state machine ----
 
