@@ -15,12 +15,11 @@ from pathlib import Path
 from bench.rivals.engines import EngineAddress
 from bench.rivals.environments import NotRunnable, environment, locked_version
 from pointsman_lab.report.bundle import git_commit
-from pointsman_router.core.policy.registry import POLICIES
 from tests.support.processes.pointsman import flag_words, pointsman_command
 
 POINTSMAN, DYNAMO = "pointsman", "dynamo"
-# Pointsman's policies on the board. One that this version does not have is named with that reason.
-OWN_POLICIES = ("auto", "foresight")
+# Pointsman's policy on the board; docs/findings.md compares others.
+OWN = f"{POINTSMAN} auto"
 # What Pointsman is named with where it admits sessions by its setting.
 ADMISSION = "+admission"
 # What is not on the board, and why.
@@ -85,23 +84,12 @@ def part_label(part: Part, argv: Sequence[str]) -> str:
 
 
 def contenders() -> list[Contender]:
-    """Return all routers of the board, Pointsman's policies first."""
-    own = [
-        Contender(f"{POINTSMAN} {policy}", git_commit()[:12], lambda policy=policy: _known(policy), _pointsman(policy))  # type: ignore[misc]
-        for policy in OWN_POLICIES
-    ]
-    auto = OWN_POLICIES[0]
-    admitting = Contender(
-        f"{POINTSMAN} {auto}{ADMISSION}",
-        git_commit()[:12],
-        lambda: _known(auto),
-        _pointsman(auto, admits=True),
-        admits=True,
-    )
+    """Return all routers of the board, Pointsman first."""
+    commit = git_commit()[:12]
     vllm_router = locked_version("vllm-router")
     return [
-        *own,
-        admitting,
+        Contender(OWN, commit, _nothing, _pointsman(admits=False)),
+        Contender(f"{OWN}{ADMISSION}", commit, _nothing, _pointsman(admits=True), admits=True),
         *(
             Contender(f"vllm-router {policy}", vllm_router, lambda: environment("vllm-router"), _vllm_router(policy))
             for policy in ("cache_aware", "kv_aware", "consistent_hash")
@@ -119,12 +107,11 @@ def contenders() -> list[Contender]:
     ]  # fmt: skip
 
 
-def _known(policy: str) -> None:
-    if policy not in POLICIES:
-        raise NotRunnable("this version has no such policy")
+def _nothing() -> None:
+    """Pointsman runs in the environment of this process."""
 
 
-def _pointsman(policy: str, *, admits: bool = False) -> Callable[[LaunchContext], Sequence[Part]]:
+def _pointsman(*, admits: bool) -> Callable[[LaunchContext], Sequence[Part]]:
     env = {"POINTSMAN_ROUTER_SESSION_ADMISSION": "true"} if admits else {}
 
     def parts(launch: LaunchContext) -> Sequence[Part]:
@@ -135,7 +122,7 @@ def _pointsman(policy: str, *, admits: bool = False) -> Callable[[LaunchContext]
             "router-metrics": "",
             "agent-metrics": "",
             "console": "",
-            "policy": policy,
+            "policy": "auto",
             "state-dir": launch.folder / "agent",
         }
         return [Part("up", pointsman_command("up", *flag_words(flags)), env)]

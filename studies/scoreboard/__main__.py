@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.rivals.contenders import OWN_POLICIES, POINTSMAN, Contender, contenders, shown_command
+from bench.rivals.contenders import OWN, POINTSMAN, Contender, contenders, shown_command
 from bench.rivals.engines import Fleet
 from bench.rivals.environments import REPOSITORY, NotRunnable
 from bench.side_by_side import side_by_side
@@ -49,7 +49,6 @@ from studies.scoreboard.trial import Send, run_trial
 from tests.support.processes.process import ProcessFailure
 
 STATE = REPOSITORY / ".state" / "scoreboard"
-REFERENCE = f"{POINTSMAN} {OWN_POLICIES[0]}"
 # Timeout of the requests of one trial, s: the slowest take half of it.
 TRIAL_S = 240.0
 # Length of a trial of which nothing is known, s.
@@ -104,14 +103,16 @@ class BoardRun:
                 for cell in cells:
                     self._round(cell, number, self._undecided(cell, number))
             for cell in cells:
-                self._round(cell, HELD_OUT, self._leading(cell))
+                self._round(cell, HELD_OUT, [of for of in self._leading(cell) if of.name not in ALWAYS])
         except OutOfTime:
             return False
         return True
 
     def _leading(self, cell: Cell) -> list[Contender]:
         """Return the routers that have more rounds in a cell than others."""
-        names = {REFERENCE, *ALWAYS, *best_rivals(self._results.trials, POINTSMAN), *cell.also}
+        names = {OWN, *cell.also}
+        if cell.everyone:
+            names |= {*ALWAYS, *best_rivals(self._results.trials, POINTSMAN)}
         return [of for of in self._everyone if of.name in names or (cell.admission and of.admits)]
 
     def _undecided(self, cell: Cell, number: int) -> list[Contender]:
@@ -119,8 +120,8 @@ class BoardRun:
         are decided."""
         before = Comparison(cell, [trial for trial in self._results.trials if 1 <= trial.round < number])
         leading = self._leading(cell)
-        left = [of for of in leading if of.name != REFERENCE and not before.decided(of.name)]
-        return [of for of in leading if of.name == REFERENCE or of in left] if left else []
+        left = [of for of in leading if of.name != OWN and not before.decided(of.name)]
+        return [of for of in leading if of.name == OWN or of in left] if left else []
 
     def _round(self, cell: Cell, number: int, among: Sequence[Contender]) -> None:
         """Run a round's missing trials. Each round begins with another contender, so that none is always the first."""

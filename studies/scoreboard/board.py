@@ -32,8 +32,8 @@ HELD_OUT = 0
 class Cell:
     """One comparison, in front of `count` emulated engines, `speedup` times as fast as the modelled engine.
 
-    `decides`: names of the measures by whose intervals a rival is decided. `everyone`: all routers, or only those with
-    MORE_ROUNDS and `also`. `admission`: whether routers that admit sessions are in it, too.
+    `decides`: names of the measures by whose intervals a rival is decided. `everyone`: all routers, or only Pointsman and `also`.
+    `admission`: whether routers that admit sessions are in it, too.
     """
 
     name: str  # in stored trials
@@ -53,13 +53,13 @@ class Cell:
 
 
 CELLS = (
-    Cell("agentic-high", "coding agents, high load", Load("agentic", 60.0, 32)),
-    Cell("burst", "a burst of coding agents", Load("agentic", 80.0, 14, burst=24), admission=True),
-    Cell("fan-out", "agents that fork", Load("agentic", 60.0, 8, forks=Forks(0.5, 2, 40, mean_turns=2.0))),
-    Cell("chat", "chat", Load("chat", 120.0, share=0.5)),
+    Cell("agentic-high", "coding agents, high load", Load("agentic", 50.0, 28)),
+    Cell("burst", "a burst of coding agents", Load("agentic", 60.0, 10, burst=22), admission=True),
+    Cell("fan-out", "agents that fork", Load("agentic", 50.0, 8, forks=Forks(0.6, 2, 40, mean_turns=2.0))),
+    Cell("chat", "chat", Load("chat", 100.0, share=0.5)),
     Cell(
         "agentic-light", "coding agents, light load", Load("agentic", 60.0, 12), ("TTFT p50",), everyone=False,
-        also=("smg cache_aware",),
+        also=("smg cache_aware", "vllm-router kv_aware"),
     ),
 )  # fmt: skip
 # The cells whose TTFT decides who are the best rivals.

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.rivals.contenders import OWN_POLICIES, POINTSMAN
+from bench.rivals.contenders import OWN, POINTSMAN
 from studies.scoreboard.board import HELD_OUT, Cell, StoredTrial
 from studies.scoreboard.measures import Measures
 from studies.scoreboard.sequential import interval
@@ -121,9 +121,8 @@ class Comparison:
 
     @property
     def reference(self) -> str:
-        """The policy of Pointsman that all are compared with: the first of OWN_POLICIES that was run; "" if none was."""
-        own = [f"{POINTSMAN} {policy}" for policy in OWN_POLICIES]
-        return next((name for name in own if name in self.trials), "")
+        """The router that all are compared with; "" if it was not run."""
+        return OWN if OWN in self.trials else ""
 
     @property
     def rounds(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from bench.rivals.contenders import ADMISSION
+from bench.rivals.contenders import ADMISSION, OWN
 from pointsman_lab.engine.cost_profile import Profile
 from pointsman_lab.engine.interface import EngineConfig
 from pointsman_lab.simulation.config import SimulationConfig
@@ -20,9 +20,8 @@ from studies.scoreboard.traffic import Draw
 # Router -> the fields of SimulationConfig that differ. `python -m studies.rival_rules` compares Dynamo's, SGLang's and SMG's
 # rules with their programs; nginx's is the fewest open requests. There are no such readings of vllm-router's rules.
 SIMULATED: Mapping[str, Mapping[str, object]] = {
-    "pointsman auto": {"policy": "auto"},
-    f"pointsman auto{ADMISSION}": {"policy": "auto", "router": StateSettings(admission=AdmissionSettings(on=True))},
-    "pointsman foresight": {"policy": "foresight"},
+    OWN: {"policy": "auto"},
+    f"{OWN}{ADMISSION}": {"policy": "auto", "router": StateSettings(admission=AdmissionSettings(on=True))},
     "dynamo kv": {"policy": "dynamo_kv"},
     "dynamo thunderagent": {"policy": "dynamo_kv", "lab_admission": "thunderagent"},
     "sglang-router cache_aware": {"policy": "sglang_cache_aware"},

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from bench.rivals.contenders import Contender
-from studies.scoreboard.__main__ import REFERENCE, BoardRun, Plan
+from bench.rivals.contenders import OWN, Contender
+from studies.scoreboard.__main__ import BoardRun, Plan
 from studies.scoreboard.board import HELD_OUT, Cell, Results, StoredTrial
 from studies.scoreboard.traffic import Load
 from tests.unit.studies.test_scoreboard_page import trial
@@ -36,7 +36,7 @@ class PretendedRun(BoardRun):
         self._ttft_s = ttft_s
 
     def _trial(self, cell: Cell, contender: Contender, number: int) -> None:
-        wobble = 1 + 0.01 * (number % 3) if contender.name == REFERENCE else 1.0
+        wobble = 1 + 0.01 * (number % 3) if contender.name == OWN else 1.0
         made = trial(contender.name, number, self._ttft_s[contender.name] * wobble, cell)
         made.wall_s = TRIAL_S
         self._stored.add(made)
@@ -54,17 +54,17 @@ def rounds(results: Results, cell: Cell) -> dict[str, int]:
     return found
 
 
-TTFT_S = {REFERENCE: 1.0, "nginx least_conn": 9.0, **dict(zip(RIVALS, (1.01, 1.9, 2.0, 2.1, 3.0), strict=True))}
+TTFT_S = {OWN: 1.0, "nginx least_conn": 9.0, **dict(zip(RIVALS, (1.01, 1.9, 2.0, 2.1, 3.0), strict=True))}
 
 
 def test_only_what_is_not_decided_has_more_rounds(tmp_path: Path) -> None:
     results = Results(tmp_path / "board.jsonl")
     assert PretendedRun(results, plan(), TTFT_S).run([CELL])
     # One rival cannot be told from the reference; the others are decided by the first look, or are not among the best.
-    expected = dict.fromkeys(TTFT_S, 3) | {REFERENCE: 8, "smg cache_aware": 8}
+    expected = dict.fromkeys(TTFT_S, 3) | {OWN: 8, "smg cache_aware": 8}
     assert rounds(results, CELL) == expected
     held_out = {stored.contender for stored in results.trials if stored.round == HELD_OUT}
-    assert held_out == {REFERENCE, "nginx least_conn", "smg cache_aware", "dynamo kv", "sglang-router cache_aware"}
+    assert held_out == {OWN, "smg cache_aware", "dynamo kv", "sglang-router cache_aware"}
 
 
 def test_a_cell_is_over_when_all_are_decided(tmp_path: Path) -> None:
@@ -83,14 +83,14 @@ def test_routers_that_admit_are_in_bursts_alone(tmp_path: Path) -> None:
 
 def test_a_sitting_ends_before_a_trial_that_would_pass_its_limit(tmp_path: Path) -> None:
     results = Results(tmp_path / "board.jsonl")
-    results.add(trial(REFERENCE, 1, 1.0, CELL))
+    results.add(trial(OWN, 1, 1.0, CELL))
     results.trials[0].wall_s = TRIAL_S
     first = PretendedRun(results, plan(minutes=(TRIAL_S - 1) / 60), TTFT_S)
     assert not first.run([CELL])
     assert len(results.trials) == 1
     again = Results(tmp_path / "board.jsonl")
     assert PretendedRun(again, plan(), TTFT_S).run([CELL])
-    assert rounds(again, CELL)[REFERENCE] == 8
+    assert rounds(again, CELL)[OWN] == 8
 
 
 def test_a_router_that_does_not_run_is_named_once_and_tried_by_the_next_call(tmp_path: Path) -> None:
@@ -103,3 +103,10 @@ def test_a_router_that_does_not_run_is_named_once_and_tried_by_the_next_call(tmp
     assert PretendedRun(again, plan(), TTFT_S).run([CELL])
     assert rounds(again, CELL)["dynamo kv"] == 3
     assert not any(stored.problem for stored in again.trials)
+
+
+def test_a_cell_of_some_has_those_alone(tmp_path: Path) -> None:
+    light = Cell("light", "light", Load("chat", 10.0), ("TTFT p90",), everyone=False, also=("smg cache_aware",))
+    results = Results(tmp_path / "board.jsonl")
+    assert PretendedRun(results, plan(), TTFT_S).run([light])
+    assert rounds(results, light) == {OWN: 8, "smg cache_aware": 8}
