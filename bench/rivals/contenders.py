@@ -63,8 +63,8 @@ class Contender:
     """A router on the board. `parts` returns its programs, with the files that they need written. `check` raises NotRunnable if
     they cannot run here."""
 
-    name: str
-    version: str
+    name: str  # product and policy, as on the page
+    version: str  # of Pointsman the commit; empty: unknown
     check: Callable[[], object]
     parts: Callable[[LaunchContext], Sequence[Part]]
     admits: bool = False  # whether it is there for its admission of sessions

@@ -84,8 +84,8 @@ class Goal:
     """A goal: to be ahead of `rivals` (empty: of all) in a measure, or not to have more than `limit` times what they have.
     `cells`: their names; empty: all."""
 
-    title: str
-    column: Column
+    title: str  # what is to be reached, after the measure's name
+    column: Column  # the measure
     cells: Sequence[str] = ()
     rivals: Sequence[str] = ()
     limit: float = 1.0

@@ -145,13 +145,13 @@ class Target:
     `final_headers`: of the request by which a client says that its session has ended; None: no client says so.
     """
 
-    url: str
+    url: str  # of a router, without a path
     model: str  # as the engines serve it
-    timing: str
+    timing: str  # as Load.timing
     time_scale: float
-    headers_of: HeadersOf = session_headers
+    headers_of: HeadersOf = session_headers  # by which clients name sessions
     final_headers: Callable[[str], Mapping[str, str]] | None = None  # from the session's name
-    max_sessions: int = 100_000
+    max_sessions: int = 100_000  # in flight: no limit
 
 
 async def send(drawn: Draw, chats: PreparedChats, target: Target, timeout_s: float) -> list[RequestRecord]:
