@@ -18,8 +18,9 @@ from pointsman_lab.report.bundle import git_commit
 from tests.support.processes.pointsman import flag_words, pointsman_command
 
 POINTSMAN, DYNAMO = "pointsman", "dynamo"
-# Pointsman's policy on the board; docs/findings.md compares others.
+# Pointsman with its default policy; and other policies, which the board leaves to docs/findings.md.
 OWN = f"{POINTSMAN} auto"
+OTHER_POLICIES = ("foresight", "unified")
 # What Pointsman is named with where it admits sessions by its setting.
 ADMISSION = "+admission"
 # What is not on the board, and why.
@@ -84,12 +85,13 @@ def part_label(part: Part, argv: Sequence[str]) -> str:
 
 
 def contenders() -> list[Contender]:
-    """Return all routers of the board, Pointsman first."""
+    """Return all routers, Pointsman first."""
     commit = git_commit()[:12]
     vllm_router = locked_version("vllm-router")
     return [
-        Contender(OWN, commit, _nothing, _pointsman(admits=False)),
-        Contender(f"{OWN}{ADMISSION}", commit, _nothing, _pointsman(admits=True), admits=True),
+        Contender(OWN, commit, _nothing, _pointsman("auto")),
+        Contender(f"{OWN}{ADMISSION}", commit, _nothing, _pointsman("auto", admits=True), admits=True),
+        *(Contender(f"{POINTSMAN} {policy}", commit, _nothing, _pointsman(policy)) for policy in OTHER_POLICIES),
         *(
             Contender(f"vllm-router {policy}", vllm_router, lambda: environment("vllm-router"), _vllm_router(policy))
             for policy in ("cache_aware", "kv_aware", "consistent_hash")
@@ -111,7 +113,7 @@ def _nothing() -> None:
     """Pointsman runs in the environment of this process."""
 
 
-def _pointsman(*, admits: bool) -> Callable[[LaunchContext], Sequence[Part]]:
+def _pointsman(policy: str, *, admits: bool = False) -> Callable[[LaunchContext], Sequence[Part]]:
     env = {"POINTSMAN_ROUTER_SESSION_ADMISSION": "true"} if admits else {}
 
     def parts(launch: LaunchContext) -> Sequence[Part]:
@@ -122,7 +124,7 @@ def _pointsman(*, admits: bool) -> Callable[[LaunchContext], Sequence[Part]]:
             "router-metrics": "",
             "agent-metrics": "",
             "console": "",
-            "policy": "auto",
+            "policy": policy,
             "state-dir": launch.folder / "agent",
         }
         return [Part("up", pointsman_command("up", *flag_words(flags)), env)]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.rivals.contenders import OWN, POINTSMAN, Contender, contenders, shown_command
+from bench.rivals.contenders import OTHER_POLICIES, OWN, POINTSMAN, Contender, contenders, shown_command
 from bench.rivals.engines import Fleet
 from bench.rivals.environments import REPOSITORY, NotRunnable
 from bench.side_by_side import side_by_side
@@ -277,7 +277,8 @@ def _run(results: Results, given: argparse.Namespace, commit: str) -> None:
     end = time.monotonic() + 60 * given.minutes
     chosen = set(filter(None, given.only.split(",")))
     cells = [cell for cell in CELLS if cell.name in chosen] or list(CELLS)
-    among = [contender for contender in contenders() if contender.name in chosen] or contenders()
+    of_board = [of for of in contenders() if of.name not in {f"{POINTSMAN} {policy}" for policy in OTHER_POLICIES}]
+    among = [contender for contender in of_board if contender.name in chosen] or of_board
     results.forget_problems()
     facts = {"commit": commit, "machine": machine(), "rounds": given.rounds, "date": time.strftime("%Y-%m-%d")}
     results.save_plan(cells, facts | {"note": given.note})

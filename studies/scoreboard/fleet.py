@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.rivals.engines import EngineAddress, Fleet, get_text
+from bench.rivals.engines import Fleet, address_of
 from pointsman_lab.workload.tokenizer import TOKENIZER_DIR, ChatTokenizer
 from tests.support.processes.pointsman import flag_words, pointsman_process
 from tests.support.processes.process import free_port
@@ -34,7 +34,7 @@ def emulated_fleet(folder: Path, engines: int, speedup: float) -> Iterator[Fleet
         for part in parts:
             part.wait_ready(lambda log=part.log: "emulated engine" in log.read_text(), within_s=START_S)  # type: ignore[misc]
         yield Fleet(
-            [_address(f"http://127.0.0.1:{port}") for port in ports], EMULATED_MODEL, TOKENIZER_DIR, ChatTokenizer().words,
+            [address_of(f"http://127.0.0.1:{port}") for port in ports], EMULATED_MODEL, TOKENIZER_DIR, ChatTokenizer().words,
             16, EMULATED["kv_blocks"], EMULATED["max_model_len"], [part.pid for part in parts],
         )  # fmt: skip
     finally:
@@ -43,8 +43,8 @@ def emulated_fleet(folder: Path, engines: int, speedup: float) -> Iterator[Fleet
                 part.kill()
 
 
-def _address(url: str) -> EngineAddress:
-    endpoints = json.loads(get_text(f"{url}/kv_event_sources"))["0"]
-    return EngineAddress(
-        url, *(str(endpoints[name]).replace("*", "127.0.0.1") for name in ("endpoint", "replay_endpoint"))
-    )
+def reset_caches(fleet: Fleet) -> None:
+    """Empty the engines' prefix caches. Raises OSError if an engine refuses."""
+    for engine in fleet.engines:
+        request = urllib.request.Request(f"{engine.url}/reset_prefix_cache", method="POST")
+        urllib.request.urlopen(request, timeout=30).close()
