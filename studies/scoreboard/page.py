@@ -234,13 +234,13 @@ def _traffic(comparisons: Sequence[Comparison], trials: Iterable[StoredTrial]) -
 _NOTES = """\
 Latencies are those that the client saw, in seconds of the clock, also where engines are faster than the modelled one:
 a router's own time then weighs more than it would in front of the modelled engine. A session is timed from its first
-request to its last answer, pauses included. The hit ratio is the engines' own count of cached prompt tokens. A
-router's CPU time is that of all its processes while the requests ran; Dynamo's workers only connect its front end to
-the engines here, and are counted apart. A router begins each trial without anything learned. The emulated engines
-answer `/render`, which vllm-router asks for each prompt; vLLM does with `--enable-scale-out`. Clients send
-`X-Session-ID`; those of ThunderAgent Dynamo's headers, and a request at a session's end. ThunderAgent's router is in
-Dynamo's package, which calls it experimental. One request of a word goes first to each router, and the caches of the
-engines are empty otherwise.
+request to its last answer, pauses included. The hit ratio is the share of the prompts' tokens that no engine
+computed, by the engines' own count. A router's CPU time is that of all its processes while the requests ran; Dynamo's
+workers only connect its front end to the engines here, and are counted apart. A router begins each trial without
+anything learned. The emulated engines answer `/render`, which vllm-router asks for each prompt; vLLM does with
+`--enable-scale-out`. Clients send `X-Session-ID`; those of ThunderAgent Dynamo's headers, and a request at a
+session's end. ThunderAgent's router is in Dynamo's package, which calls it experimental. One request of a word goes
+first to each router, and the caches of the engines are empty otherwise.
 """
 
 

@@ -344,8 +344,12 @@ def test_an_interrupted_board_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_measures_are_of_whole_answers_and_count_the_others() -> None:
     records = [
-        RequestRecord(session="a", turn=1, status=200, t_send=0.0, ttft_s=1.0, e2e_s=2.0, output_tokens=11),
-        RequestRecord(session="a", turn=2, status=200, t_send=3.0, ttft_s=1.0, e2e_s=2.0, output_tokens=11),
+        RequestRecord(
+            session="a", turn=1, status=200, t_send=0.0, ttft_s=1.0, e2e_s=2.0, prompt_tokens=10, output_tokens=11
+        ),
+        RequestRecord(
+            session="a", turn=2, status=200, t_send=3.0, ttft_s=1.0, e2e_s=2.0, prompt_tokens=30, output_tokens=11
+        ),
         RequestRecord(session="b", turn=1, status=503, t_send=0.0, e2e_s=0.1),
         RequestRecord(session="c", turn=1, error="TimeoutError: late", t_send=0.0, e2e_s=9.0),
     ]
@@ -364,6 +368,9 @@ def test_measures_are_of_whole_answers_and_count_the_others() -> None:
     assert (found.hit_ratio, found.cpu_ms, found.router_cpu_ms) == (0.75, {"router": 100.0}, 100.0)
     assert found.tpot_s is not None
     assert found.tpot_s["p50"] == pytest.approx(0.1)
+    # Slices of a prompt: its 20 first tokens are looked up again.
+    sliced = measure(records, {**counted, "cached": 50.0, "asked": 60.0, "idle": 0.5}, 9.0)
+    assert sliced.hit_ratio == 0.75
 
 
 @pytest.mark.parametrize("load", [cell.load for cell in CELLS], ids=[cell.name for cell in CELLS])
