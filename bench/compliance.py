@@ -1,14 +1,17 @@
-"""Writes docs/compliance.md: what llm-comply's cases of three APIs say of engines, and of a gateway in front of them.
+"""Writes docs/compliance.md: what the Open Responses compliance suite, and llm-comply's cases of three APIs, say of engines, and
+of a gateway in front of them.
 
-`python -m bench.compliance` (needs `make env-judges env-engine`). Exits with status 1 if a case passes at an engine and not
-through the gateway.
+`python -m bench.compliance` (needs `make env-judges env-engine`, and the suite's sources in .state: it says how). Exits with
+status 1 if a case passes at an engine and not through the gateway.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,10 +19,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.judged_fleet import JUDGES, emulated, real
+from tests.support.repository import REPOSITORY
 
 PAGE = Path("docs/compliance.md")
 ENGINES = 2
+# The Open Responses compliance suite's own program: no registry has it.
+OWN_SUITE = REPOSITORY / ".state/open_responses"
+OWN_SOURCE, OWN_COMMIT = "https://github.com/openresponses/openresponses", "92c12d96d7b61d6d15e2214daa5e9c6000ab6e1c"
+BUN = JUDGES.parent / "node_modules/@oven/bun-linux-x64/bin/bun"
 FORMATS = {
+    "own": "Open Responses, the suite's own program",
     "open-responses": "Open Responses",
     "openai-chat": "OpenAI chat completions",
     "anthropic": "Anthropic messages",
@@ -33,8 +42,9 @@ INTRO = """# Compliance suites
 
 Written by `python -m bench.compliance`; not by hand.
 
-The cases of [llm-comply](https://github.com/Oaklight/llm-comply) {version}, which has those of the Open Responses compliance
-suite with its document, and such cases for two more APIs. Each is sent to an emulated engine, to a gateway in front of
+The [Open Responses]({source}) compliance suite (commit {commit:.10}) by its own program,
+and the cases of [llm-comply](https://github.com/Oaklight/llm-comply) {version}, which has those of that suite with its document,
+and such cases for two more APIs. Each is sent to an emulated engine, to a gateway in front of
 {engines} of them, to vLLM (a CPU engine with a small random model) and to a gateway in front of that. `pass`: the answer, its
 events and their order are as the suite wants them. `skipped`: the suite has this case for other models only. **Bold**: passes
 at the engine and not through the gateway.
@@ -60,15 +70,15 @@ class Outcome(NamedTuple):
 
 async def outcomes(url: str, model: str, suite: str) -> dict[str, Outcome]:
     """Run a suite against a server; return the outcomes by the case's name."""
-    command = ["--format", suite, "--base-url", f"{url}/v1", "--model", model, "--json", "--timeout", str(WITHIN_S)]
-    more = (
-        ["--auth-header", "x-api-key", "--no-bearer", "-H", "anthropic-version:2023-06-01"]
-        if suite == "anthropic"
-        else []
-    )
-    child = await asyncio.create_subprocess_exec(
-        str(JUDGES / "llm-comply"), *command, "--api-key", "none", *more, stdout=asyncio.subprocess.PIPE
-    )
+    if suite == "own":
+        program = [BUN, "run", OWN_SUITE / "bin/compliance-test.ts"]
+    else:
+        program = [JUDGES / "llm-comply", "--format", suite, "--timeout", str(WITHIN_S)]
+    if suite == "anthropic":
+        program += ["--auth-header", "x-api-key", "--no-bearer", "-H", "anthropic-version:2023-06-01"]
+    words = map(str, (*program, "--base-url", f"{url}/v1", "--model", model, "--json", "--api-key", "none"))
+    environment = os.environ | {"NODE_PATH": str(JUDGES.parent / "node_modules")}
+    child = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE, env=environment)
     out, _ = await child.communicate()
     results: list[dict[str, Any]] = json.loads(out)["results"]
     return {each["name"]: Outcome(each["status"], tuple(map(_general, each.get("errors", ())))) for each in results}
@@ -85,7 +95,12 @@ def _general(error: str) -> str:
 def page(found: Mapping[str, Sequence[Mapping[str, Outcome]]], version: str) -> str:
     """Return the page's text. `found`: by suite the outcomes of each side, in the order of SIDES."""
     intro = INTRO.format(
-        version=version, engines=ENGINES, sides=" | ".join(SIDES), rules="|".join(["---"] * len(SIDES))
+        source=OWN_SOURCE,
+        commit=OWN_COMMIT,
+        version=version,
+        engines=ENGINES,
+        sides=" | ".join(SIDES),
+        rules="|".join(["---"] * len(SIDES)),
     )
     parts = [intro]
     for suite, sides in found.items():
@@ -130,6 +145,15 @@ def worse(found: Mapping[str, Sequence[Mapping[str, Outcome]]]) -> list[str]:
     ]
 
 
+def _commit(checkout: Path) -> str:
+    """Return the commit that is checked out in a folder; "" if the folder is no checkout."""
+    if not (checkout / ".git").exists():
+        return ""
+    return subprocess.run(
+        ["git", "-C", checkout, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
 async def judged() -> dict[str, list[dict[str, Outcome]]]:
     """Run all suites; return by suite the outcomes of each side."""
     found: dict[str, list[dict[str, Outcome]]] = {suite: [] for suite in FORMATS}
@@ -142,6 +166,12 @@ async def judged() -> dict[str, list[dict[str, Outcome]]]:
 
 def main() -> int:
     """Run, write the page, and return the process's exit status."""
+    if (commit := _commit(OWN_SUITE)) != OWN_COMMIT:
+        folder = OWN_SUITE.relative_to(REPOSITORY)
+        clone = f"git clone {OWN_SOURCE} {folder} && git -C {folder} checkout {OWN_COMMIT}"
+        sys.exit(
+            f"{folder} has not the Open Responses suite's commit {OWN_COMMIT} (but {commit or 'nothing'}): {clone}"
+        )
     found = asyncio.run(judged())
     [metadata] = JUDGES.parent.glob("lib/python*/site-packages/llm_comply-*.dist-info")
     PAGE.write_text(page(found, metadata.name.removeprefix("llm_comply-").removesuffix(".dist-info")))

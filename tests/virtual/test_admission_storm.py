@@ -41,13 +41,13 @@ def test_a_storm_of_sessions_outlives_its_owner_a_gateway_and_redis(monkeypatch:
     monkeypatch.setattr(session_admission, "ARM_SIZE", 0.1)
     monkeypatch.setattr(session_admission.AdmissionSettings, "bound_s", lambda settings, priority: BOUND_S)
     waited: list[float] = []
-    refused = ParkedRequests._refused
+    at_bound = ParkedRequests._at_bound
 
     def noted(self: ParkedRequests, held: Any, now: float) -> Any:
         waited.append(now - held.asked_at)
-        return refused(self, held, now)
+        return at_bound(self, held, now)
 
-    monkeypatch.setattr(ParkedRequests, "_refused", noted)
+    monkeypatch.setattr(ParkedRequests, "_at_bound", noted)
     let_in, classes = RequestTable.let_in, Counter[Priority]()
 
     def counted(self: RequestTable, request_id: str) -> None:

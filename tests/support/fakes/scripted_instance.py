@@ -22,7 +22,9 @@ class Instance:
         self.requests: list[bytes] = []
         self.connections = 0
         self.hold: asyncio.Event | None = None  # the last piece of an answer waits for this
-        self.after = "keep"  # what follows an answer: keep, close, or reset at the next request
+        self.after = (
+            "keep"  # what follows an answer: keep, close, or, at the next request without an answer, reset or die
+        )
         self.url = ""
         self.serving: set[asyncio.Task[None] | None] = set()
 
@@ -34,8 +36,10 @@ class Instance:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
                 self.requests.append(head + await reader.readexactly(length))
-                if self.after == "reset" and self.answers and not self.answers[0]:
+                if self.after in ("reset", "die") and self.answers and not self.answers[0]:
                     self.answers.pop(0)
+                    if self.after == "die":
+                        self.server.close()
                     return
                 pieces = self.answers.pop(0)
                 for left, piece in zip(reversed(range(len(pieces))), pieces, strict=True):

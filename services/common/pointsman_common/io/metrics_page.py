@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
@@ -17,6 +18,8 @@ from prometheus_client.utils import floatToGoString
 PERIOD_S = 1.0
 # Maximum number of samples that are read, merged or written at once: each step takes at most 5 us for one.
 PIECE = 100
+# Number of written pieces that are put together at once.
+JOINED = 20
 Page = TypeVar("Page")
 
 
@@ -86,7 +89,14 @@ async def written(found: AsyncIterator[Piece]) -> bytes:
     async for piece in found:
         lines = "".join([f"{series} {_number(value)}\n" for series, value in piece.series])
         page.setdefault(piece.name, [piece.head.encode()]).append(lines.encode())
-    return b"".join([lines for family in page.values() for lines in family])
+    # Put together in pieces, too: the first writes to 7 MB of new memory take 5 to 20 ms. The buffer becomes the page uncopied.
+    whole = io.BytesIO()
+    for family in page.values():
+        while family:
+            whole.write(b"".join(family[:JOINED]))
+            del family[:JOINED]
+            await asyncio.sleep(0)
+    return whole.getvalue()
 
 
 class PacedPage(Generic[Page]):

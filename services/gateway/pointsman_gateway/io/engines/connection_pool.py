@@ -104,12 +104,19 @@ class ConnectionPool:
         """Send a request to `url` (an instance's base URL) + `path`; return the answer after its head. Raises UpstreamError."""
         origin, host, prefix = _origin(url)
         message = request_bytes(method, prefix + path, host, headers, body)
+        closed = False
         if (kept := self._kept(origin)) is not None:
             try:
                 return await kept.exchange(message)
             except StaleConnection:
-                pass
-        connection = await self._connected(origin)
+                closed = True
+        try:
+            connection = await self._connected(origin)
+        except UpstreamError as error:
+            if closed:
+                # It closed the kept connection with this request on it, and is gone: perhaps it died of the request.
+                raise UpstreamError(f"no answer: closed, then {error.text}", broke=True) from error
+            raise
         try:
             return await connection.exchange(message)
         except StaleConnection:
