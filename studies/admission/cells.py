@@ -98,9 +98,21 @@ ADMISSIONS: Mapping[str, Admission] = {
     NONE: Admission("no admission"),
     "Pointsman, 120 s": _router_admits(120.0),
     "Pointsman, 30 s": _router_admits(30.0),
+    "Pointsman, 300 s": _router_admits(300.0),
+    "Pointsman, 480 s": _router_admits(480.0),
     "Pointsman, 600 s": _router_admits(600.0),
     "Pointsman, 900 s": _router_admits(900.0),
     "ThunderAgent": Admission("its rule, with its choice of instances", simulation={"lab_admission": "thunderagent"}),
+    "ThunderAgent in Dynamo": Admission(
+        "the port of its rule in NVIDIA Dynamo", simulation={"lab_admission": "thunderagent_dynamo"}
+    ),
+    "Progress-TTL": Admission(
+        "the rule of vllm-router's PR #286, with its choice of instances", simulation={"lab_admission": "progress_ttl"}
+    ),
+    "llm-d LAS": Admission(
+        "llm-d's flow control: while the engines are saturated, the program with the least attained service goes first",
+        simulation={"lab_admission": "least_attained"},
+    ),
     "CONCUR": Admission("its rule, H_low 0.2", simulation={"lab_admission": "concur"}),
     "CONCUR 0.5": Admission("its rule, H_low 0.5", simulation={"lab_admission": "concur_h50"}),
     "12 requests": Admission("at most 12 requests on an instance, held 30 s, then refused", _capped(12)),
@@ -112,7 +124,8 @@ PLAN = (
     (("burst",), ("foresight",), (NONE, OURS, "ThunderAgent", "CONCUR", "12 requests")),
     (("knee", "limit", "light", "chat"), ("foresight",), (NONE, OURS, "ThunderAgent")),
     (("burst",), ("unified",), (NONE, OURS)),
-    (("burst",), ("foresight",), ("Pointsman, 30 s", "Pointsman, 600 s", "CONCUR 0.5", "8 requests", "85 % of KV")),
+    (("burst",), ("foresight",), ("Pointsman, 480 s", "Pointsman, 300 s", "Pointsman, 600 s", "Pointsman, 30 s")),
+    (("burst",), ("foresight",), ("CONCUR 0.5", "8 requests", "85 % of KV")),
     (
         (
             "burst, retries",
@@ -128,7 +141,7 @@ PLAN = (
         ("foresight",),
         (NONE, OURS),
     ),
-    (("burst",), ("foresight",), ("Pointsman, 900 s",)),
+    (("burst",), ("foresight",), ("Pointsman, 900 s", "ThunderAgent in Dynamo", "Progress-TTL", "llm-d LAS")),
 )
 
 

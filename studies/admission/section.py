@@ -23,7 +23,7 @@ PLOT, FRONTIER = "findings_admission.svg", "findings_admission_frontier.svg"
 PLOT_END_S = 2_400.0
 COLOURS = (
     *("#8a8f98", "#0b6e4f", "#1f6feb", "#b35900", "#8250df", "#c2255c"),
-    *("#0c8599", "#846a00", "#5c636a", "#d9480f", "#1b1f24"),
+    *("#0c8599", "#846a00", "#5c636a", "#d9480f", "#1b1f24", "#e8a317", "#6b4f0b", "#a61e4d", "#364fc7"),
 )
 
 Trials = Mapping[int, AdmissionTrial]

@@ -32,7 +32,8 @@ ROUTERS = {
     "sticky": "sticky sessions",
     "aibrix_prefix": "AIBrix prefix cache",
     "dynamo_kv": "Dynamo KV router",
-    "llmd_default": "llm-d default",
+    "llmd_default": "llm-d without configuration",
+    "llmd_affinity": "llm-d guides, sticky until saturated",
     "sglang_cache_aware": "SGLang cache-aware",
     "preble": "Preble",
     BASE: "Pointsman",
@@ -51,6 +52,7 @@ _COLOURS = {
     "aibrix_prefix": "#0c8599",
     "dynamo_kv": "#846a00",
     "llmd_default": "#5c636a",
+    "llmd_affinity": "#6b4f0b",
     "sglang_cache_aware": "#d9480f",
 }
 
@@ -138,11 +140,17 @@ def _opening(tables: Tables) -> str:
         _gains(tables),
     ]
     if routers := router_table(tables):
-        parts += ["### Your router today\n", "TTFT p90 on recorded coding agents. Other routers' rules get Pointsman's exact "
-                  "knowledge here; at home they have less.\n`sglang_cache_aware` and `dynamo_kv` are compared with the routers' "
-                  "own programs (`python -m studies.rival_rules`). The former chooses\nas they do; the latter differs where open "
-                  "requests of one instance share blocks, which Dynamo counts once: in a tenth of such states.\n`llmd_default`, "
-                  "`aibrix_prefix` and `preble` are readings of what is published.\n", routers]  # fmt: skip
+        parts += [
+            "### Your router today\n",
+            "TTFT p90 on recorded coding agents. Other routers' rules get Pointsman's exact knowledge here; at home they have "
+            "less.\n`sglang_cache_aware` and `dynamo_kv` are compared with the routers' own programs, sglang-router 0.3.2 and "
+            "smg, and Dynamo 1.6.1\n(`python -m studies.rival_rules`). The former chooses as they do; the latter differs where "
+            "open requests of one\ninstance share blocks, which Dynamo counts once: in a tenth of such states.\n"
+            "`llmd_affinity` is a reading of the source of llm-d-router v0.10.0 (ebab6879) with the configuration of llm-d's "
+            "guides,\n`llmd_default` of its scorers without a configuration, "
+            "`aibrix_prefix` and `preble` of what is published.\n",
+            routers,
+        ]
     parts += [
         "### What is left to gain, and the price\n",
         "![Share of the gap to the bound that is closed, by cell](findings_gap.svg)\n",

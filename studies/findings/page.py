@@ -48,7 +48,7 @@ from studies.marked_sections import TIERS, filled_template, with_section
 
 TEMPLATE, SIDE_RUNS = (Path(__file__).with_name(name) for name in ("page.md.jinja", "side_runs.toml"))
 TTFT99, E2E90, E2E99, TPOT = "ttft_p99_s", "e2e_p90_s", "e2e_p99_s", "tpot_p90_s"
-PEERS = ("dynamo_kv", "sglang_cache_aware", "llmd_default", "aibrix_prefix", "preble")
+PEERS = ("dynamo_kv", "sglang_cache_aware", "llmd_default", "llmd_affinity", "aibrix_prefix", "preble")
 # Goals of OURS: shares of the gap in TTFT p90 to close without and with a threshold, and the largest TPOT p90 as a multiple of
 # BASE's.
 GOAL_CLOSED, GOAL_CLOSED_FLAG, GOAL_TPOT = 0.75, 0.5, 1.8

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from pointsman_lab.admission.rule import Admitted
+from pointsman_lab.admission.rule import Admitted, Answer
 from pointsman_router.core.placement_types import Load
 
 INCREASE, DECREASE = 2, 0.5
@@ -54,7 +54,7 @@ class Concur:
         """Maximum number of active agents."""
         return int(self._window)
 
-    def asked(self, program: str, tokens: int, now: float) -> Sequence[Admitted]:
+    def asked(self, program: str, tokens: int, now: float, parent: str = "") -> Sequence[Admitted]:
         """Handle a program's next request: it goes on if the program is active and the window has room. Mutates."""
         if program in self._active:
             if len(self._active) <= self.window:
@@ -65,7 +65,7 @@ class Concur:
             self._new.append(program)
         return self._fill()
 
-    def answered(self, program: str, tokens: int, now: float) -> Sequence[Admitted]:
+    def answered(self, program: str, answer: Answer, now: float) -> Sequence[Admitted]:
         """An agent remains active in its tool calls."""
         return []
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pointsman_router.core.placement_types import Load
 
@@ -20,6 +20,20 @@ class Admitted:
 
     program: str
     instance: str = ""
+
+
+class Answer(NamedTuple):
+    """The end of a request of a program that goes on, as its rule learns of it. Sizes in tokens."""
+
+    prompt: int
+    output: int  # 0 if it was not answered
+    cached: int = 0  # of the prompt, as the engine told
+    ok: bool = True  # whether it was answered
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and answer."""
+        return self.prompt + self.output
 
 
 class AdmissionRule(Protocol):
@@ -33,12 +47,13 @@ class AdmissionRule(Protocol):
         """Interval between two ticks."""
         ...
 
-    def asked(self, program: str, tokens: int, now: float) -> Sequence[Admitted]:
-        """Handle the arrival of a program's next request, with a prompt of `tokens`. Mutates."""
+    def asked(self, program: str, tokens: int, now: float, parent: str = "") -> Sequence[Admitted]:
+        """Handle the arrival of a program's next request, with a prompt of `tokens`. `parent`: the program that started this
+        one, if it is a sub-agent whose requests name it. Mutates."""
         ...
 
-    def answered(self, program: str, tokens: int, now: float) -> Sequence[Admitted]:
-        """Handle the end of a request of a program that goes on, answered or not; prompt and answer have `tokens`. Mutates."""
+    def answered(self, program: str, answer: Answer, now: float) -> Sequence[Admitted]:
+        """Handle the end of a request of a program that goes on, answered or not. Mutates."""
         ...
 
     def ended(self, program: str, now: float) -> Sequence[Admitted]:

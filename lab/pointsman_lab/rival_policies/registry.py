@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from pointsman_lab.rival_policies.aibrix_prefix import AibrixPrefix
 from pointsman_lab.rival_policies.dynamo_kv import DynamoKv
+from pointsman_lab.rival_policies.llmd_affinity import LlmdAffinity
 from pointsman_lab.rival_policies.llmd_default import LlmdDefault
 from pointsman_lab.rival_policies.preble import Preble
 from pointsman_lab.rival_policies.sglang_cache_aware import SglangCacheAware
@@ -13,7 +14,7 @@ from pointsman_router.core.policy import registry
 from pointsman_router.core.policy.base import Policy
 from pointsman_router.core.policy.registry import Policies
 
-_KINDS: tuple[type[Policy], ...] = (DynamoKv, SglangCacheAware, LlmdDefault, AibrixPrefix, Preble)
+_KINDS: tuple[type[Policy], ...] = (DynamoKv, SglangCacheAware, LlmdDefault, LlmdAffinity, AibrixPrefix, Preble)
 POLICIES: Policies = {**registry.POLICIES, **{kind.name: kind for kind in _KINDS}}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from pointsman_lab.admission.rule import AdmissionRule, Admitted
+from pointsman_lab.admission.rule import AdmissionRule, Admitted, Answer
 from pointsman_lab.simulation.event_queue import EventQueue
 from pointsman_lab.simulation.request import SimulatedRequest
 from pointsman_router.core.placement_types import Load
@@ -42,8 +42,9 @@ class AdmissionGate:
     def arrive(self, running: SimulatedRequest, now: float) -> None:
         """Let a request wait until its rule admits it, which may be at once. Mutates."""
         turn = running.turn
-        self._waiting[turn.request.session] = running
-        self._admit(self._rules[turn.pool].asked(turn.request.session, turn.request.input_length, now), now)
+        session, parent = turn.request.session, turn.parent if turn.names_parent else ""
+        self._waiting[session] = running
+        self._admit(self._rules[turn.pool].asked(session, turn.request.input_length, now, parent), now)
 
     def leave(self, running: SimulatedRequest) -> bool:
         """Remove a request whose client disconnects; return whether it waited here. Mutates."""
@@ -55,9 +56,10 @@ class AdmissionGate:
 
     def answered(self, running: SimulatedRequest, now: float, *, over: bool) -> None:
         """Handle the end of a request; `over`: it was the session's last one. Mutates."""
-        request, rule = running.turn.request, self._rules[running.turn.pool]
-        tokens = request.input_length + (request.output_length if running.record.ok else 0)
-        found = rule.ended(request.session, now) if over else rule.answered(request.session, tokens, now)
+        request, rule, ok = running.turn.request, self._rules[running.turn.pool], running.record.ok
+        output, cached = request.output_length if ok else 0, running.record.cached_tokens or 0
+        answer = Answer(request.input_length, output, cached, ok)
+        found = rule.ended(request.session, now) if over else rule.answered(request.session, answer, now)
         self._admit(found, now)
 
     def _tick(self, pool: str, now: float) -> None:

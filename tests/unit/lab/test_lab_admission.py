@@ -10,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pointsman_lab.admission.concur import Concur
+from pointsman_lab.admission.least_attained import LeastAttained
+from pointsman_lab.admission.progress_ttl import LONGEST_WAIT_S as FORCED_S
+from pointsman_lab.admission.progress_ttl import WINDOW, ProgressTtl, fitted_ttl_s
 from pointsman_lab.admission.registry import RULES
-from pointsman_lab.admission.rule import AdmissionRule, Admitted
-from pointsman_lab.admission.thunderagent import LONGEST_WAIT_S, ThunderAgent
+from pointsman_lab.admission.rule import AdmissionRule, Admitted, Answer
+from pointsman_lab.admission.thunderagent import DYNAMO, LONGEST_WAIT_S, ThunderAgent
 from pointsman_lab.engine.interface import EngineConfig
 from pointsman_lab.report.request_record import RequestRecord
 from pointsman_lab.simulation.config import SimulationConfig, SimulationError
@@ -28,12 +31,16 @@ def names(admitted: Sequence[Admitted]) -> list[tuple[str, str]]:
     return [(admission.program, admission.instance) for admission in admitted]
 
 
+def answer(prompt: int, output: int = 0, **more: Any) -> Answer:
+    return Answer(prompt, output, **more)
+
+
 def test_thunderagent_places_a_new_program_where_the_fewest_tokens_are_and_keeps_it_there() -> None:
     rule = ThunderAgent({"a": 1_000, "b": 1_000})
     assert names(rule.asked("p", 500, 0)) == [("p", "a")]
     assert names(rule.asked("q", 300, 0)) == [("q", "b")]
     assert names(rule.asked("r", 300, 0)) == [("r", "b")]
-    rule.answered("p", 550, 1)
+    rule.answered("p", answer(550), 1)
     assert names(rule.asked("p", 600, 2)) == [("p", "a")]
 
 
@@ -53,14 +60,14 @@ def test_thunderagent_pauses_programs_in_tool_calls_first_and_resumes_those_with
     rule = ThunderAgent({"a": 1_000})
     for program in ("p", "q"):
         assert rule.asked(program, 350, 0)
-    rule.answered("p", 360, 1)
+    rule.answered("p", answer(360), 1)
     # q has grown: 360 + 560 + 2 * 100 > 1,000.
-    rule.answered("q", 400, 1)
+    rule.answered("q", answer(400), 1)
     assert rule.asked("q", 560, 2)
     assert names(rule.tick(NO_LOADS, 5)) == []
     assert not rule.asked("p", 380, 6)
     assert not rule.asked("n", 100, 6)
-    rule.answered("q", 600, 7)
+    rule.answered("q", answer(600), 7)
     rule.ended("q", 8)
     assert names(rule.tick(NO_LOADS, 10)) == [("p", "a"), ("n", "a")]
 
@@ -68,14 +75,177 @@ def test_thunderagent_pauses_programs_in_tool_calls_first_and_resumes_those_with
 def test_thunderagent_pauses_a_program_with_a_request_when_that_ends() -> None:
     rule = ThunderAgent({"a": 1_000})
     assert rule.asked("p", 700, 0)
-    rule.answered("p", 800, 1)
+    rule.answered("p", answer(800), 1)
     assert rule.asked("p", 950, 2)
     rule.tick(NO_LOADS, 5)
-    rule.answered("p", 980, 6)
+    rule.answered("p", answer(980), 6)
     assert not rule.asked("p", 990, 7)
     # It can never fit again, but does not wait for ever.
     assert names(rule.tick(NO_LOADS, 10)) == []
     assert names(rule.tick(NO_LOADS, 7 + LONGEST_WAIT_S)) == [("p", "a")]
+
+
+def test_thunderagent_pauses_all_that_have_requests_if_pausing_tool_calls_does_not_suffice() -> None:
+    rule = ThunderAgent({"a": 1_000})
+    for program in ("p", "q"):
+        assert rule.asked(program, 300, 0)
+        rule.answered(program, answer(300), 1)
+    # 500 + 500 + 2 * 100 > 1,000, and one of them would suffice.
+    for program in ("p", "q"):
+        assert rule.asked(program, 500, 2)
+    rule.tick(NO_LOADS, 5)
+    for program in ("p", "q"):
+        rule.answered(program, answer(500), 6)
+        assert not rule.asked(program, 510, 7)
+
+
+def test_dynamos_plug_in_pauses_from_95_percent_to_80_and_resumes_to_85() -> None:
+    rule = ThunderAgent({"a": 1_000}, DYNAMO)
+    for program, tokens in (("p", 150), ("q", 250), ("r", 300)):
+        assert rule.asked(program, tokens, 0)
+    rule.answered("p", answer(150), 1)
+    rule.answered("q", answer(250), 1)
+    # 150 + 250 + 300 + 3 * 100 = 1,000 > 950; without p 750 <= 800.
+    rule.tick(NO_LOADS, 5)
+    assert not rule.asked("p", 150, 6)
+    assert names(rule.asked("q", 250, 6)) == [("q", "a")]
+    # 750 + 250 > 850.
+    assert names(rule.tick(NO_LOADS, 10)) == []
+    rule.answered("q", answer(250), 11)
+    rule.ended("q", 12)
+    assert names(rule.tick(NO_LOADS, 15)) == [("p", "a")]
+
+
+def test_dynamos_plug_in_forgets_a_program_that_is_idle_for_half_an_hour() -> None:
+    for limits, waits in ((None, True), (DYNAMO, False)):
+        rule = ThunderAgent({"a": 1_000}, *([limits] if limits else []))
+        assert rule.asked("p", 800, 0)
+        rule.answered("p", answer(800), 1)
+        rule.tick(NO_LOADS, 1_801)
+        assert bool(rule.asked("q", 200, 1_802)) is not waits
+
+
+def waiting(*queues: int, usage: float = 0.0) -> dict[str, Load]:
+    return {name: Load(0.0, waiting=queue, kv_usage=usage) for name, queue in zip("ab", queues, strict=False)}
+
+
+def test_least_attained_service_goes_first_while_the_pool_is_saturated() -> None:
+    rule = LeastAttained()
+    assert names(rule.asked("big", 90_000, 0)) == [("big", "")]
+    rule.answered("big", answer(90_000, 500), 1)
+    # 5 + 4 waiting requests are below 2 x 5; KV usage counts as well.
+    rule.tick(waiting(5, 4), 1)
+    assert rule.asked("other", 100, 1)
+    rule.tick(waiting(0, 0, usage=0.8), 2)
+    for session, parent in (("big", ""), ("child", "big"), ("user", "")):
+        assert not rule.asked(session, 100, 3, parent)
+    # big has had 91,000 tokens, and its sub-agent counts with it.
+    assert names(rule.tick(waiting(0, 0), 4)) == [("user", ""), ("big", ""), ("child", "")]
+
+
+def test_attained_service_halves_each_minute_and_waits_count_a_fifth() -> None:
+    rule = LeastAttained()
+    for session, tokens, at in (("early", 2_000, 0.0), ("late", 1_200, 60.0)):
+        assert rule.asked(session, tokens, at)
+        rule.answered(session, answer(tokens), at)
+    rule.tick(waiting(10, 10), 60)
+    assert not rule.asked("late", 10, 60)
+    assert not rule.asked("early", 10, 61)
+    # early has 1,000 of 2,000 left: 0.8 for it, 0.2 for the longer wait of the other one.
+    assert names(rule.tick(waiting(0, 0), 62)) == [("early", ""), ("late", "")]
+
+
+def warm(rule: ProgressTtl, *, interval: float = 1.0, prompt: int = 100, growth: int = 1) -> float:
+    """Fill the windows of an instance with requests of one program; return the time after them."""
+    now = 0.0
+    for number in range(WINDOW + 1):
+        assert rule.asked("w", prompt + growth * number, now) or number
+        rule.answered("w", answer(prompt + growth * number, 10, cached=prompt + growth * number), now + 0.5)
+        now += 0.5 + interval
+    rule.ended("w", now)
+    return now
+
+
+def test_progress_ttl_pauses_at_once_until_it_has_seen_a_hundred_returns() -> None:
+    rule = ProgressTtl({"a": 1_000})
+    assert names(rule.asked("p", 700, 0)) == [("p", "a")]
+    assert not rule.asked("q", 700, 0)
+    # p is paused after its answer, so q fits.
+    assert names(rule.answered("p", answer(700, 10), 1)) == [("q", "a")]
+
+
+def test_progress_ttl_keeps_a_program_for_its_ttl() -> None:
+    rule = ProgressTtl({"a": 100_000})
+    now = warm(rule, prompt=40_000)
+    assert rule.asked("p", 60_000, now)
+    assert not rule.asked("q", 60_000, now)
+    # 1 s between requests, and 16 s to compute 60,000 tokens again: it is worth to wait a little longer than 1 s.
+    assert not rule.answered("p", answer(60_000, 10), now)
+    assert not rule.tick(NO_LOADS, now + 1)
+    assert names(rule.asked("p", 60_100, now + 1)) == [("p", "a")]
+    assert not rule.answered("p", answer(60_100, 10, cached=60_000), now + 2)
+    assert names(rule.tick(NO_LOADS, now + 13)) == [("q", "a")]
+
+
+@pytest.mark.parametrize(("interval", "impact_s", "most"), [(1.0, 30.0, 10.0), (1.0, 0.4, 0.0), (60.0, 8.0, 0.0)])
+def test_a_ttl_is_worth_its_time(interval: float, impact_s: float, most: float) -> None:
+    intervals = [interval * (1.0 + 0.2 * (at % 5 - 2) / 2) for at in range(WINDOW)]
+    ttl_s = fitted_ttl_s(intervals, impact_s)
+    assert ttl_s <= most
+    assert (ttl_s > interval) is (most > 0)
+    assert fitted_ttl_s(intervals[1:], impact_s) == 0
+
+
+def test_progress_ttl_lets_the_newest_answer_go_first_and_nobody_wait_for_ever() -> None:
+    rule = ProgressTtl({"a": 1_000})
+    for at, program in enumerate(("old", "new")):
+        assert rule.asked(program, 600, at)
+        rule.answered(program, answer(600, 10), at + 0.5)
+    assert rule.asked("p", 850, 3)
+    for program in ("old", "new"):
+        assert not rule.asked(program, 600, 4)
+    assert names(rule.answered("p", answer(850, 10), 5)) == [("new", "a")]
+    assert names(rule.tick(NO_LOADS, 4 + FORCED_S)) == [("old", "a")]
+
+
+def test_progress_ttl_admits_nobody_where_requests_wait() -> None:
+    rule = ProgressTtl({"a": 10_000})
+    rule.tick(waiting(1), 0)
+    assert not rule.asked("p", 100, 0.5)
+    assert names(rule.tick(waiting(0), 1)) == [("p", "a")]
+
+
+def test_progress_ttl_keeps_room_for_growth_unless_a_larger_batch_gains_more() -> None:
+    rule = ProgressTtl({"a": 70_000})
+    now = warm(rule, prompt=20_000, growth=100)
+    # Two rounds of 100 tokens for each of the two.
+    assert rule.asked("p", 40_000, now)
+    assert not rule.asked("q", 29_500, now)
+    assert names(rule.asked("r", 29_300, now)) == [("r", "a")]
+
+
+@pytest.mark.parametrize(("tokens", "admitted"), [(20, True), (100, True), (2_000, False)])
+def test_progress_ttl_lets_a_small_one_join_a_batch_of_which_no_round_is_left(tokens: int, admitted: bool) -> None:
+    rule = ProgressTtl({"a": 70_000})
+    now = warm(rule, prompt=20_000, growth=100)
+    for at in range(3):
+        assert rule.asked("p", 60_000, now + at)
+        assert not rule.answered("p", answer(60_000, 10, cached=60_000 if at else 0), now + at + 0.5)
+    # 50 tokens remain of those that the next rounds of the new one may need. Ten tokens each gain 0.07 s together.
+    assert rule.asked("p", 70_000 - 200 - tokens - 50, now + 3)
+    assert bool(rule.asked("q", tokens, now + 3)) is admitted
+
+
+def test_progress_ttl_pauses_what_is_longest_there_when_it_does_not_fit() -> None:
+    rule = ProgressTtl({"a": 1_000})
+    for at, program in enumerate(("p", "q")):
+        assert rule.asked(program, 350, at)
+    rule.answered("q", answer(350), 2)
+    # q was paused at once (no TTL yet), so p alone counts; then both grow.
+    assert rule.asked("q", 380, 3)
+    rule.answered("p", answer(350), 4)
+    assert rule.asked("p", 400, 5)
+    assert rule.asked("r", 10, 6) == []
 
 
 def load(usage: float, queries: int, hits: int) -> dict[str, Load]:
@@ -103,7 +273,7 @@ def test_concur_pauses_the_agent_that_comes_next_and_resumes_it_before_new_ones(
     assert rule.window == 1
     assert rule.asked("q", 1, 2) == []
     # p remains active in its tool call.
-    rule.answered("p", 1, 3)
+    rule.answered("p", answer(1), 3)
     assert names(rule.asked("p", 1, 4)) == [("p", "")]
     assert names(rule.ended("p", 5)) == [("q", "")]
     assert names(rule.ended("q", 6)) == [("n", "")]
@@ -131,7 +301,7 @@ def test_every_program_goes_on_once_for_each_request_and_none_is_forgotten(
         program, now = f"p{number}", now + 1
         if program in running:
             del running[program]
-            admit(tried.ended(program, now) if what else tried.answered(program, tokens, now))
+            admit(tried.ended(program, now) if what else tried.answered(program, answer(tokens), now))
         elif program in waiting:
             if what:
                 waiting.remove(program)

@@ -11,6 +11,7 @@ import pytest
 from pointsman_lab.rival_policies.registry import make_policy
 from pointsman_router.core.placement_types import Candidate, Decision, FleetView
 from pointsman_router.core.policy.base import decide
+from pointsman_router.core.prefill_curve import PrefillCurve
 from tests.support.router_values import candidate, request, view
 
 
@@ -26,7 +27,9 @@ def holding(name: str, cached: int, tokens: int = 1_600, **load: float) -> Candi
     return candidate(name, new=tokens - cached, cached=cached, **load)
 
 
-@pytest.mark.parametrize("name", ["dynamo_kv", "sglang_cache_aware", "llmd_default", "aibrix_prefix", "preble"])
+@pytest.mark.parametrize(
+    "name", ["dynamo_kv", "sglang_cache_aware", "llmd_default", "llmd_affinity", "aibrix_prefix", "preble"]
+)
 def test_ties_go_at_random_through_the_seed(name: str) -> None:
     seen = view(holding("a", 0), holding("b", 0), holding("c", 0))
     drawn = Counter(ruled(name, seen, seed=seed).instance_id for seed in range(60))
@@ -141,6 +144,41 @@ def test_llmd_splits_from_a_threshold(threshold: int, places: list[str]) -> None
     assert decision.result.reason == ("weighted_score" if len(places) == 1 else "pd_threshold")
     alone = ruled("llmd_default", view(seen.candidates[0]), pd_threshold_tokens=threshold)
     assert alone.mode == "COLOCATED"
+
+
+# ---- llmd_affinity ----
+
+
+@pytest.mark.parametrize(
+    ("cached", "pending", "expected"),
+    [
+        ((1_280, 0), (900, 0), ("a", "prefix_match")),  # 0.8 of the prompt, and 900 is not more than 1 s x 900
+        ((1_280, 0), (901, 0), ("a", "lpwl")),  # both are left: 1,221 against 1,600
+        ((1_280, 0), (1_300, 0), ("b", "lpwl")),  # 1,620 against 1,600
+        ((1_279, 0), (0, 0), ("a", "lpwl")),  # nobody is sticky: 321 against 1,600
+        ((1_279, 0), (1_280, 0), ("b", "lpwl")),
+        ((1_600, 1_280), (400, 0), ("b", "prefix_match")),  # 400 against 320
+        ((1_600, 1_280), (300, 0), ("a", "prefix_match")),
+    ],
+)
+def test_llmd_affinity_sticks_until_saturated(
+    cached: tuple[int, int], pending: tuple[int, int], expected: tuple[str, str]
+) -> None:
+    places = zip("ab", cached, pending, strict=True)
+    seen = view(*(holding(name, hit, pending_prefill_tokens=load) for name, hit, load in places))
+    decision = ruled("llmd_affinity", seen, max_penalty_s=1, peak_tokens_per_s=900)
+    assert outcome(decision) == expected
+    assert decision.result.scores is not None
+    assert decision.result.scores["a"] == pending[0] + 1_600 - cached[0]
+
+
+def test_llmd_affinity_is_calibrated_by_the_learned_curve() -> None:
+    # The curve before any prefill: 8,192 tokens in 0.578 s, so 18 s are 255,200 tokens.
+    pending = 18 * 8_192 / PrefillCurve().cost_s(8_192, 0)
+    for more, instance in ((-1.0, "a"), (1.0, "b")):
+        seen = view(holding("a", 1_600, pending_prefill_tokens=int(pending + more)), holding("b", 0))
+        assert ruled("llmd_affinity", seen).instance_id == instance
+    assert ruled("llmd_affinity", seen, peak_tokens_per_s=15_928).instance_id == "a"
 
 
 # ---- aibrix_prefix ----

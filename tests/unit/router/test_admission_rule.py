@@ -27,6 +27,9 @@ FULL = AdmissionView(size=20_000, weighted=95_000.0, capacity=100_000.0, largest
         ({"size": 5_001}, "PARK", "full"),
         ({"size": 200_000, "weighted": 0.0}, "ADMIT", "fits"),
         ({"waited_s": 120.0}, "REFUSE", "bound"),
+        ({"resumes": True}, "PARK", "full"),
+        ({"resumes": True, "size": 5_000}, "ADMIT", "fits"),
+        ({"resumes": True, "waited_s": 120.0}, "ADMIT", "resumed"),
         ({"size": 5_000, "waited_s": 120.0}, "ADMIT", "fits"),
     ],
 )

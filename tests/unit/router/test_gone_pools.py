@@ -69,7 +69,8 @@ class Churn:
             if self.random.random() < 0.6:
                 self.tell(ev.FirstToken(request_id))
             if self.random.random() < 0.4:
-                self.tell(ev.Finished(request_id, "OK", cached_tokens=0))
+                timings = {"first_token": 100.0, "done": 600.0}
+                self.tell(ev.Finished(request_id, "OK", cached_tokens=0, output_tokens=101, timings_ms=timings))
         for name in names:
             gone = ev.AgentGoodbye if self.random.random() < 0.5 else ev.AgentLost
             self.tell(gone(streams[name], name))

@@ -80,7 +80,7 @@ def test_tenants_are_served_in_turn_by_what_they_cost() -> None:
 
 
 def test_without_fairness_tenants_do_not_count() -> None:
-    queue = HoldQueue(QueueSettings(fair=False))
+    queue = HoldQueue(QueueSettings(fair="off"))
     for name, new, tenant in (("a0", 1, "a"), ("a1", 2, "a"), ("b0", 3, "b")):
         queue.add(held(name, new, tenant=tenant))
     assert order(queue) == "a0 a1 b0"

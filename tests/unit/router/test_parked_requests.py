@@ -123,6 +123,72 @@ def test_a_clients_deadline_is_a_bound_too() -> None:
     assert parked.bound_s == 5.0
 
 
+def paused() -> RouterState:
+    """fleet(), with a session "old" whose context the caches have lost."""
+    router = state(admission=ON)
+    join(router, "a", 1, kv_capacity_tokens=13_000)
+    ask(router, session("old", 6_000), 0.0)
+    end(router, "old", 1.0, "TOOL_CALLS")
+    # What was placed counts for some seconds, while the engine's events are on their way; here none come.
+    ask(router, session("busy", 8_000), 20.0)
+    router.admission.was_parked("m", 20.0)
+    return router
+
+
+def resume(name: str = "again", tokens: int = 6_100, **changes: Any) -> PlacementRequest:
+    return replace(session("old", tokens), request_id=f"r-{name}", **changes)
+
+
+def test_a_session_whose_context_is_lost_waits_for_room_and_goes_on_in_its_turn() -> None:
+    router = paused()
+    [parked] = ask(router, resume(continues=True), 21.0)
+    assert isinstance(parked, ev.Parked)
+    ask(router, session("large", 9_000), 22.0)
+    end(router, "busy", 24.0)
+    effects = router.handle(ev.SessionEnded("t", "busy"), 25.0)
+    [answer] = [effect for effect in effects if isinstance(effect, ev.Placed)]
+    admitted = answer.decision.request.admitted
+    assert admitted is not None
+    assert (answer.request_id, admitted.view.resumes, admitted.view.waited_s) == ("r-again", True, 4.0)
+    assert admitted.view.size == 6_100
+    router.check_invariants()
+
+
+def test_a_session_that_waits_for_room_is_never_refused_but_goes_on_at_its_bound() -> None:
+    router = paused()
+    ask(router, resume(), 21.0)
+    ask(router, session("new", 6_000), 21.0)
+    answers = [effect for effect in router.handle(ev.RetryDue(), 141.0) if isinstance(effect, ev.Placed | ev.Refused)]
+    assert placed(list(answers)) == ["again"]
+    assert {answer.request_id for answer in answers if isinstance(answer, ev.Refused)} == {"r-new"}
+    [decision] = [answer.decision for answer in answers if isinstance(answer, ev.Placed)]
+    assert decision.request.admitted is not None
+    assert decision.request.admitted.verdict.reason == "resumed"
+    assert not admission_differences(decision.request.admitted)
+    router.check_invariants()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parent": "t/busy"},  # its parent waits for it
+        {"agent_parent": "busy"},
+        {"exclude": ("b",)},  # an instance has failed
+        {"resumed": True},
+        {"keys": ()},  # nothing is known of its context
+    ],
+)
+def test_who_must_not_wait_for_room_does_not(changes: dict[str, Any]) -> None:
+    assert placed(ask(paused(), resume(**changes), 21.0)) == ["again"]
+
+
+def test_a_session_with_little_to_compute_does_not_wait_for_room() -> None:
+    assert placed(ask(paused(), resume(tokens=4_900), 21.0)) == ["again"]
+    router = fleet()
+    ask(router, replace(session("busy", 7_000), request_id="r-second"), 1.0)
+    assert placed(ask(router, replace(session("busy", 12_000), request_id="r-third"), 2.0)) == ["third"]
+
+
 def test_work_under_way_and_small_sessions_are_never_parked() -> None:
     router = fleet()
     ask(router, session("new", 3_000), 1.0)

@@ -106,7 +106,7 @@ class AdmittedStateMachine(StateMachine):
             tokens=tokens,
             keys=tuple(range(100 * number, 100 * number + tokens // 16)),
             session_id=f"n{number}",
-            parent=f"/n{parent}",
+            parent=f"/n{parent}" if parent <= 40 else "",
             continues=continues and not number % 4,
             priority=priority,
             parked_s=parked_s,

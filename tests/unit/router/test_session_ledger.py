@@ -154,6 +154,56 @@ def test_beyond_the_limit_the_longest_idle_session_is_forgotten() -> None:
     ledger.check_invariants()
 
 
+def agent(ledger: SessionLedger, name: str, parent: str = "", reason: str = "TOOL_CALLS") -> None:
+    ledger.opened(name, "t", 100, (), 0, 0.0, parent=parent)
+    ledger.closed(name, 100, 10, reason, 0.0)
+
+
+def test_a_sub_agent_is_over_with_its_first_answer_that_calls_no_tool() -> None:
+    ledger = SessionLedger()
+    agent(ledger, "t/parent", reason="STOP")
+    agent(ledger, "t/child", "t/parent")
+    assert set(ledger.sessions) == {"t/parent", "t/child"}
+    ledger.opened("t/child", "t", 200, (), 0, 1.0)
+    ledger.closed("t/child", 200, 10, "STOP", 1.0)
+    assert set(ledger.sessions) == {"t/parent"}
+    ledger.check_invariants()
+
+
+def test_the_end_of_a_session_ends_its_sub_agents_those_with_open_requests_later() -> None:
+    ledger = SessionLedger()
+    for name, parent in (("root", ""), ("child", "t/root"), ("grandchild", "t/child"), ("other", "t/else")):
+        agent(ledger, f"t/{name}", parent)
+    ledger.opened("t/grandchild", "t", 100, (), 0, 1.0)
+    ledger.over("t/root", 2.0)
+    assert set(ledger.sessions) == {"t/grandchild", "t/other"}
+    ledger.closed("t/grandchild", 100, 10, "TOOL_CALLS", 3.0)
+    assert set(ledger.sessions) == {"t/other"}
+    ledger.check_invariants()
+
+
+def test_a_session_that_is_not_counted_any_more_ends_its_sub_agents_too() -> None:
+    ledger = SessionLedger(max_sessions=2)
+    agent(ledger, "t/root")
+    agent(ledger, "t/child", "t/root")
+    agent(ledger, "t/other")
+    assert "t/root" not in ledger.sessions
+    assert ledger.knows("t/root")
+    ledger.over("t/root", 1.0)
+    assert not ledger.knows("t/child")
+    assert not ledger.knows("t/root")
+
+
+def test_sessions_that_name_each_other_end_together() -> None:
+    ledger = SessionLedger()
+    for name, parent in (("a", "t/b"), ("b", "t/a"), ("self", "t/self")):
+        agent(ledger, f"t/{name}", parent)
+    ledger.over("t/a", 1.0)
+    ledger.over("t/self", 1.0)
+    assert not len(ledger)
+    ledger.check_invariants()
+
+
 class LedgerMachine(RuleBasedStateMachine):
     """Whatever sessions do, the sums are those of the sessions, and the weighted size is within their sizes."""
 
@@ -168,12 +218,13 @@ class LedgerMachine(RuleBasedStateMachine):
         first=st.integers(0, 3),
         blocks=st.integers(0, 12),
         cached=st.integers(0, 200),
+        parent=st.sampled_from(["", *(f"t/{number}" for number in range(9))]),
     )
-    def opened(self, name: str, first: int, blocks: int, cached: int) -> None:
+    def opened(self, name: str, first: int, blocks: int, cached: int, parent: str) -> None:
         tokens = 16 * blocks + 5
         keys = range(20 * first, 20 * first + blocks)
         self.ledger.continued(name, name[:1], keys)
-        self.ledger.opened(name, name[:1], tokens, keys, cached, self.now)
+        self.ledger.opened(name, name[:1], tokens, keys, cached, self.now, parent=parent)
         self.open.append((name, tokens))
 
     @rule(

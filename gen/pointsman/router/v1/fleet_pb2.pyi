@@ -1414,7 +1414,9 @@ class Admission(_message.Message):
     WAITED_FIELD_NUMBER: _builtins.int
     BOUND_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Reason, as one word: fits, small, session, prefix, parent, tool_result, capacity_unknown, bound, full."""
+    """Reason, as one word: fits, small, session, prefix, parent, tool_result, resumed,
+    capacity_unknown, not_armed, bound, full.
+    """
     size: _builtins.int
     """What the session adds."""
     weighted: _builtins.float

@@ -26,7 +26,9 @@ class AdmissionView(msgspec.Struct, frozen=True, gc=False):
     capacity: float  # what the pool's caches are to hold; 0: unknown
     largest: int  # KV of its largest instance
     armed: bool  # whether the caches evict what is needed again
-    under_way: str = ""  # why the request continues work under way; empty: it is new
+    under_way: str = ""  # why the request continues work under way; empty: it is new, or resumes
+    # Whether it continues a session under way whose context the caches have lost, so that to wait costs nothing.
+    resumes: bool = False
     before: int = 0  # number of parked requests that go first
     waited_s: float = 0.0  # how long it was parked
     bound_s: float = 0.0  # how long it may be parked
@@ -54,6 +56,7 @@ def decide_admission(view: AdmissionView) -> AdmissionVerdict:
     not_armed         ADMIT   nobody goes first, and the caches keep what is needed again, or sessions are not admitted any more
     small             ADMIT   size <= SMALL_SHARE x largest
     fits              ADMIT   nobody goes first, and weighted + size <= capacity (or nothing is under way)
+    resumed           ADMIT   it resumes a session, and waited_s >= bound_s: what is half done is never refused
     bound             REFUSE  waited_s >= bound_s
     full              PARK    otherwise
     """
@@ -69,5 +72,7 @@ def decide_admission(view: AdmissionView) -> AdmissionVerdict:
     if first and (view.weighted + view.size <= view.capacity or view.weighted <= 0):
         return AdmissionVerdict(AdmissionOutcome.ADMIT, "fits")
     if view.waited_s >= view.bound_s:
+        if view.resumes:
+            return AdmissionVerdict(AdmissionOutcome.ADMIT, "resumed")
         return AdmissionVerdict(AdmissionOutcome.REFUSE, "bound")
     return AdmissionVerdict(AdmissionOutcome.PARK, "full")

@@ -87,6 +87,11 @@ class FleetViewBuilder:
         self._fetches = fetches
         self._held_for = held_for
 
+    def least_new(self, request: PlacementRequest, pool: str, now: float) -> int:
+        """Return the least tokens of a request's prompt that an instance of `pool` has to compute. Costs as much as view()."""
+        candidates = self.view(request, pool, 0, now, shortlisted=True).candidates
+        return min((candidate.new_tokens for candidate in candidates), default=request.input_tokens)
+
     def view(
         self, request: PlacementRequest, pool: str, decision_number: int, now: float, *, shortlisted: bool = False
     ) -> FleetView:

@@ -296,9 +296,9 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     admitted: AdmissionRecord | None = None  # its admission, if one was decided
     streamed: bool = False  # its gateway tells the first token of its answer
     agent_id: str = ""  # of an agent that another one started; empty: unknown, or none
-    agent_parent: str = (
-        ""  # the session, of the same tenant, whose agent started this one; empty: unknown. Decides nothing
-    )
+    agent_parent: str = ""  # the session, of the same tenant, whose agent started this one; empty: unknown
+    # Tokens that its program had been served lately when it came (attained_service.py); 0 if the order does not ask for it.
+    program_tokens: float = 0.0
 
     @property
     def context_tokens(self) -> int:
@@ -309,6 +309,12 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     def session(self) -> str:
         """The session's name, unique across tenants; empty for a request without a session."""
         return session_name(self.tenant, self.session_id)
+
+    @property
+    def started_by(self) -> str:
+        """The name of the session that started this one, as its client or the headers of its agent tell; empty: none, or
+        unknown."""
+        return self.parent or session_name(self.tenant, self.agent_parent)
 
 
 class PrefillBacklog(msgspec.Struct, frozen=True, gc=False):

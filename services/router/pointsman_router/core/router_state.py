@@ -143,6 +143,7 @@ class RouterState:
             self.affinity,
             CacheCapacity(self.prefix_knowledge),
             self._admits,
+            self.views.least_new,
         )
         self.requests = RequestTable(
             room,
@@ -557,6 +558,7 @@ class RouterState:
             self.instances.forget_snapshot(instance_id)
         self.prefix_knowledge.expire(now)
         self.fetches.expire(now)
+        self.requests.attained.expire(now)
         self.held_requests.expire(now)
         self.parked_requests.expire(now)
         self._refusals.expire(now)
@@ -592,6 +594,7 @@ class RouterState:
             self.pool_choices.forget_pool(pool)
             self.admission.forget_pool(pool)
             self._decider.forget_pool(pool)
+            self._plans.forget_pool(pool)
         return [ev.PoolForgotten(pool) for pool in due]
 
 

@@ -121,9 +121,10 @@ class RouterSettings(BaseSettings):
         le=1,
         description="maximum share of a model's queue for one tenant while others want to wait",
     )
-    queue_fair: bool = Field(
+    queue_fair: Literal["off", "tenant", "program"] = Field(
         _STATE.queue.fair,
-        description="serve tenants with held requests of one priority class by weight and cost; false: like a single tenant",
+        description="whether tenants with held requests of one priority class are served by weight and cost (tenant), and of one "
+        "tenant the programs, sessions with their sub-agents, that were served least go first (program); off: neither matters",
     )
     hold_expiry: Literal["place", "refuse"] = Field(
         _STATE.queue.expiry,
@@ -191,6 +192,12 @@ class RouterSettings(BaseSettings):
     def _from_flag(cls, value: object) -> object:
         # The value from the environment is decoded JSON; the value of a flag is text.
         return json.loads(value) if isinstance(value, str) else value
+
+    @field_validator("queue_fair", mode="before")
+    @classmethod
+    def _as_before(cls, value: object) -> object:
+        # Earlier versions had true and false.
+        return {"true": "tenant", "false": "off"}.get(str(value).lower(), value)
 
     @field_validator("redis_url", "redis_sentinels")
     @classmethod

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, unquote, urlencode
 from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import ApiRequestError, Endpoint, ErrorFormat, redact_error
 from pointsman_gateway.core.forwarded_headers import client_headers, error_headers
-from pointsman_gateway.core.http_message import Request, Response
+from pointsman_gateway.core.http_message import JSON_FIELDS, Request, Response
 from pointsman_gateway.core.memory_budget import Holding
 from pointsman_gateway.core.pool_state import instances_without
 from pointsman_gateway.core.request.local_placement import least_inflight
@@ -96,8 +96,8 @@ class UnplacedProxy:
         if error is not None:
             return error
         if failed:
-            raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed")
-        raise ApiRequestError(503, "No instance is ready.", type_="server_error", code="no_instance", retry_after_s=1.0)
+            raise ApiRequestError(502, "The instance failed.", code="instance_failed")
+        raise ApiRequestError(503, "No instance is ready.", code="no_instance")
 
     def find(self, id_: str, tenant: str) -> StoredResponse:
         """Return where a response is stored. Raises ApiRequestError."""
@@ -118,7 +118,7 @@ class UnplacedProxy:
                 asyncio.timeout(self.timeout_s) as limit,
                 self._exchange(stored.instance, "POST" if found[2] else "GET", path) as answer,
             ):
-                if answer.status < 400 and answer.media_type == "text/event-stream":
+                if answer.status < 400 and answer.headers.media_type == "text/event-stream":
                     ping_in_silence(request, ErrorFormat.RESPONSES, silence_s, time.monotonic())
                     if await answer.begun():
                         limit.reschedule(None)  # the timeout does not apply to the length of a stream
@@ -129,7 +129,7 @@ class UnplacedProxy:
                     raise stored.missing(stored.instance.incarnation)
                 return _whole(answer, body, ErrorFormat.RESPONSES)
         except (UpstreamError, TimeoutError):
-            raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed") from None
+            raise ApiRequestError(502, "The instance failed.", code="instance_failed") from None
 
     @asynccontextmanager
     async def _exchange(
@@ -139,7 +139,7 @@ class UnplacedProxy:
         disconnect. Raises UpstreamError."""
         self._open[instance.instance_id] += 1
         try:
-            answer = await self.upstream.send(target_of(instance), method, path, payload, _JSON)
+            answer = await self.upstream.send(target_of(instance), method, path, payload, JSON_FIELDS)
             try:
                 yield answer
             finally:
@@ -163,9 +163,6 @@ async def _relay(answer: UpstreamResponse, request: Request) -> None:
             out.end()
         raise
     out.end()
-
-
-_JSON = {"Content-Type": "application/json"}
 
 
 def _whole(answer: UpstreamResponse, body: bytes, error_format: ErrorFormat) -> Response:

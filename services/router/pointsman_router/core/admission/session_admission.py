@@ -20,7 +20,12 @@ from pointsman_router.core.idle_sessions import IdleSessions
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.load.affinity import Affinity
-from pointsman_router.core.placement_types import Decision, PlacementRequest
+from pointsman_router.core.placement_types import (
+    LIGHT_CACHE_RATIO,
+    LIGHT_NEW_TOKENS,
+    Decision,
+    PlacementRequest,
+)
 from pointsman_router.core.prefill_curve import PrefillCurve
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.priority import Priority
@@ -41,7 +46,8 @@ class AdmissionSettings:
 
     on: bool = False
     interactive_s: float = 30.0
-    standard_s: float = 120.0
+    # The clients of OpenAI and Anthropic give up after 600 s without a byte.
+    standard_s: float = 480.0
     batch_s: float = 600.0
 
     def bound_s(self, priority: Priority) -> float:
@@ -65,8 +71,11 @@ class AdmissionStatus(NamedTuple):
 class Newness(NamedTuple):
     """What the session of a request would add to its pool."""
 
-    under_way: str  # why the request continues work under way, which adds nothing; empty: its session is new
+    under_way: (
+        str  # why the request continues work under way, which adds nothing; empty: its session is new, or resumes
+    )
     size: int  # tokens of KV
+    resumes: bool = False  # whether it continues a session under way whose context the caches have lost
 
 
 @dataclass(slots=True)
@@ -94,7 +103,9 @@ class SessionAdmission:
         affinity: Affinity,
         capacity: CacheCapacity,
         applies: Callable[[str, float], bool],
+        least_new: Callable[[PlacementRequest, str, float], int],
     ) -> None:
+        """`least_new(request, pool, now)`: the least tokens of its prompt that an instance of the pool has to compute."""
         self.settings = settings
         self.applies = applies
         self.pools: dict[str, PoolAdmission] = {}
@@ -103,6 +114,7 @@ class SessionAdmission:
         self._prefill_observer = prefill_observer
         self._affinity = affinity
         self._capacity = capacity
+        self._least_new = least_new
 
     def armed(self, pool: str, now: float) -> bool:
         """Return whether new sessions of a pool may have to wait: its caches are too small, and admission applies."""
@@ -115,14 +127,20 @@ class SessionAdmission:
         state = self.pools.get(pool)
         ledger = state.ledger if state is not None else SessionLedger()
         under_way = "tool_result" if request.continues else ""
-        if not under_way and request.parent and request.parent in ledger.sessions:
+        if not under_way and request.started_by in ledger.sessions:
             under_way = "parent"
         if not under_way and request.session:
             under_way = ledger.continued(request.session, request.tenant, request.keys, dry=dry)
             if not under_way and request.session not in ledger.sessions:
                 under_way = "session" if self._affinity.owner(pool, request.session, now) else ""
         if under_way:
-            return Newness(under_way, 0)
+            known = ledger.sessions.get(request.session)
+            idle = known is None or not known.open
+            pauses = idle and _can_pause(request) and self.armed(pool, now)
+            lost = self._least_new(request, pool, now) if pauses else 0
+            if lost < max(LIGHT_NEW_TOKENS, (1.0 - LIGHT_CACHE_RATIO) * request.input_tokens):
+                return Newness(under_way, 0)
+            return Newness("", lost, resumes=True)
         shared = self._shared(request.keys, state.capacity.ids) if state is not None else 0
         return Newness("", max(request.input_tokens - shared, 0))
 
@@ -138,6 +156,7 @@ class SessionAdmission:
             largest=state.capacity.largest,
             armed=self.armed(pool, now),
             under_way=newness.under_way,
+            resumes=newness.resumes,
             before=before,
             waited_s=waited_s,
             bound_s=bound_s,
@@ -196,13 +215,15 @@ class SessionAdmission:
             # A list, since a generator takes twice the time.
             cached = max([candidate.cached_tokens for candidate in view.candidates], default=0)
         state.recomputation.add(new, min(max(prefix - cached, 0), new), now)
-        state.ledger.opened(name, request.tenant, request.input_tokens, keys, 0 if own else cached, now)
+        parent = request.started_by
+        state.ledger.opened(name, request.tenant, request.input_tokens, keys, 0 if own else cached, now, parent=parent)
         return name
 
     def announced(self, request: PlacementRequest, pool: str, now: float) -> str:
         """Count a request that its gateway runs, as `opened`; its keys are not known. Mutates."""
         name = request.session or request.request_id
-        self._state(pool).ledger.opened(name, request.tenant, request.input_tokens, (), 0, now)
+        ledger, parent = self._state(pool).ledger, request.started_by
+        ledger.opened(name, request.tenant, request.input_tokens, (), 0, now, parent=parent)
         return name
 
     def closed(
@@ -234,8 +255,9 @@ class SessionAdmission:
         self._state(pool).ledger.inherit(idle, age_s, now)
 
     def session_ended(self, session: str, now: float) -> bool:
-        """Forget a session that its client has ended, in all pools; return whether one of them knew it. Mutates; O(pools)."""
-        knowing = [state for state in self.pools.values() if session in state.ledger.sessions]
+        """Forget a session that its client has ended, and its sub-agents, in all pools; return whether one of them knew it.
+        Mutates; O(pools + sub-agents)."""
+        knowing = [state for state in self.pools.values() if state.ledger.knows(session)]
         for state in knowing:
             state.ledger.over(session, now)
         return bool(knowing)
@@ -260,3 +282,9 @@ class SessionAdmission:
         if not keys:
             return 0
         return next(self._index.runs(keys, self._index.mask(ids)), (0, 0))[0] * KEY_TOKENS
+
+
+def _can_pause(request: PlacementRequest) -> bool:
+    """Return whether a request of a session under way may wait: it is no sub-agent's, for which a parent waits that holds KV, and
+    no attempt to go on after an instance has failed."""
+    return bool(request.keys) and not request.started_by and not request.exclude and not request.resumed

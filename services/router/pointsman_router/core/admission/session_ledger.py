@@ -58,6 +58,7 @@ class CountedSession(msgspec.Struct, gc=False):
     middle_at: int = -1  # its place
     counted: float = 0.0  # its part of its tenant's sum
     over: bool = False  # its client has ended it, while a request was open
+    parent: str = ""  # the session that started it; empty: none, or unknown
 
     @property
     def size(self) -> int:
@@ -84,10 +85,16 @@ class SessionLedger:
         self._tails: dict[int, tuple[str, int]] = {}
         # Place of a tail key in its prompt -> number of tails.
         self._tail_places: dict[int, int] = {}
+        # Session -> the sessions that it started.
+        self._children: dict[str, dict[str, None]] = {}
         self._inherited = InheritedSessions(self.chances)
 
     def __len__(self) -> int:
         return len(self.sessions)
+
+    def knows(self, name: str) -> bool:
+        """Return whether a session, or a sub-agent that it started, is counted."""
+        return name in self.sessions or name in self._children
 
     def hosted_by(self, instances: int) -> None:
         """Set how many instances may hold a copy of a shared prefix. Mutates; O(shared prefixes) if the number changes."""
@@ -135,16 +142,27 @@ class SessionLedger:
         return 0
 
     def opened(
-        self, name: str, tenant: str, prompt_tokens: int, keys: Sequence[int], cached: int, now: float
+        self,
+        name: str,
+        tenant: str,
+        prompt_tokens: int,
+        keys: Sequence[int],
+        cached: int,
+        now: float,
+        *,
+        parent: str = "",
     ) -> CountedSession:
         """Count a placed request. `cached`: tokens of its prompt that some instance has; in a session's first prompt they are
-        shared with other sessions. Mutates; O(1)."""
+        shared with other sessions. `parent`: the session that started its session. Mutates; O(1)."""
         session = self.sessions.get(name)
         if session is None:
             if len(self.sessions) >= self._max:
                 self._forget_oldest(now)
             session = self.sessions[name] = CountedSession(name, tenant)
             self._join(session, keys, min(cached, prompt_tokens))
+            if parent and parent != name:
+                session.parent = parent
+                self._children.setdefault(parent, {})[name] = None
         else:
             if not session.open:
                 self._unlist(session, now, returned=True)
@@ -170,7 +188,8 @@ class SessionLedger:
         self, name: str, prompt_tokens: int, output_tokens: int, finish_reason: str, now: float, *, lasts: bool = True
     ) -> None:
         """Count the end of a request that `opened` counted with these prompt tokens. `lasts`: whether its session may have
-        another one. Mutates; O(1)."""
+        another one. That of a sub-agent ends with the first answer that calls no tool: its parent has its result then.
+        Mutates; O(1)."""
         if (session := self.sessions.get(name)) is None or not session.open:
             return
         self._open_sum -= session.size
@@ -182,22 +201,28 @@ class SessionLedger:
             self._open_sum += session.size
             return
         session.open_tokens = 0
-        if not lasts or session.over:
+        if not lasts or session.over or (session.parent and finish_reason == "STOP"):
             self._drop(session)
             return
         session.since, session.kind, session.bin = now, answer_kind(finish_reason, session.turns), 0
         self._list(session)
 
     def over(self, name: str, now: float) -> None:
-        """Forget a session that its client has ended, once none of its requests is open; a new request begins it anew.
-        Mutates."""
-        if (session := self.sessions.get(name)) is None:
-            return
-        if session.open:
-            session.over = True
-        else:
-            self._unlist(session, now, returned=False)
-            self._drop(session)
+        """Forget a session that its client has ended, and its sub-agents, each once none of its requests is open; a new request
+        begins it anew. Mutates; O(sub-agents)."""
+        ending = [name]
+        while ending:
+            ended = ending.pop()
+            for child in (children := self._children.pop(ended, {})):
+                self.sessions[child].parent = ""
+            ending += children
+            if (session := self.sessions.get(ended)) is None:
+                continue
+            if session.open:
+                session.over = True
+            else:
+                self._unlist(session, now, returned=False)
+                self._drop(session)
 
     def advance(self, now: float) -> None:
         """Move idle sessions to the bins of their idle times, and forget those that are idle for longer than the last bin.
@@ -250,6 +275,11 @@ class SessionLedger:
             if session.shared and session.bin < COLD_BIN:
                 groups[session.group] = groups.get(session.group, 0) + 1
         assert groups == {key: members for key, (members, _) in self._groups.items()}
+        children: dict[str, set[str]] = {}
+        for session in self.sessions.values():
+            if session.parent:
+                children.setdefault(session.parent, set()).add(session.name)
+        assert children == {name: set(of) for name, of in self._children.items()}
         assert all(self.sessions[name].tail == key for key, (name, _) in self._tails.items())
         assert self._tail_places == Counter(self.sessions[name].tail_at for name, _ in self._tails.values())
         counted: dict[str, float] = dict.fromkeys(self._tenants, 0.0)
@@ -355,6 +385,11 @@ class SessionLedger:
         self._count(session, 0.0)
         self._leave(session)
         self._unmark(session)
+        if session.parent:
+            siblings = self._children[session.parent]
+            del siblings[session.name]
+            if not siblings:
+                del self._children[session.parent]
         del self.sessions[session.name]
 
     def _forget_oldest(self, now: float) -> None:

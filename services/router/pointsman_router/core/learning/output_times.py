@@ -33,3 +33,8 @@ class OutputTimes:
         before = self._token_s.get((pool, hardware), FIRST_TOKEN_S)
         step = SHARE if seconds / tokens > before else SHARE - 1.0
         self._token_s[pool, hardware] = min(max(before * exp(STEP * step), LEAST_S), MOST_S)
+
+    def forget_pool(self, pool: str) -> None:
+        """Drop what was learned of `pool`. Mutates."""
+        for key in [key for key in self._token_s if key[0] == pool]:
+            del self._token_s[key]

@@ -38,7 +38,7 @@ _KINDS: tuple[type[Policy], ...] = (
 Policies = Mapping[str, type[Policy]]
 POLICIES: Policies = {kind.name: kind for kind in _KINDS}
 # Names of the lab's policies. A process that has the lab passes their classes to whoever makes policies.
-LAB_POLICIES = ("dynamo_kv", "sglang_cache_aware", "llmd_default", "aibrix_prefix", "preble")
+LAB_POLICIES = ("dynamo_kv", "sglang_cache_aware", "llmd_default", "llmd_affinity", "aibrix_prefix", "preble")
 # The policy of those who choose none. docs/findings.md compares it with `unified` on all kinds of traffic.
 DEFAULT_POLICY = Auto.name
 

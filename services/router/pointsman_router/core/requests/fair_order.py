@@ -11,7 +11,7 @@ Work is counted in tokens: the request's prefill, plus REQUEST_TOKENS for everyt
 2. Tenants of one class: the tenant with the least served work divided by its weight goes first. A tenant that begins to wait
    starts at the level of the tenants that wait already (start-time fair queueing: Goyal, Vin and Cheng, SIGCOMM 1996; with
    prefill as the cost: the virtual token counter of Sheng et al., OSDI 2024).
-3. Requests of one tenant: least rank first.
+3. Requests of one tenant: least rank first (HoldQueue: by penalty, age, and what their programs have been served).
 
 A class without waiting requests has no state. All changes cost O(log n) comparisons, and a shift within lists of references. The
 first k requests of the order cost O(queues + k log k), independent of how many wait.

@@ -17,6 +17,7 @@ from typing import Literal, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from pointsman_router.core.load.attained_service import MOST_S
 from pointsman_router.core.placement_types import PlacementRequest
 from pointsman_router.core.priority import Priority
 from pointsman_router.core.requests.fair_order import REQUEST_TOKENS, Entry, PoolOrder, QueueKey
@@ -34,16 +35,18 @@ class QueueSettings:
     one tenant may have while others want to wait (at least one request).
 
     `timeout_s`: maximum time that a request is held. `expiry`: whether a request that the policy still holds then is placed by
-    its rule without holds, or refused. `ageing_tokens_per_s`: number of new tokens that a second of waiting outweighs. `fair`:
-    whether the tenants of a class are served by weight and cost; otherwise tenants do not matter. `lower_class_share`: the share
-    of the work of higher classes that a waiting class is owed, and the share of the places that each class keeps.
+    its rule without holds, or refused. `ageing_tokens_per_s`: number of new tokens, or of tokens that its program has been served
+    lately, that a second of waiting outweighs. `fair`: whether the tenants of a class are served by weight and cost ("tenant"),
+    and the requests of a tenant in the order of what their programs have been served ("program"); "off": neither matters.
+    `lower_class_share`: the share of the work of higher classes that a waiting class is owed, and the share of the places that
+    each class keeps.
     """
 
     size: int = 256
     timeout_s: float = 30.0
     tenant_share: float = 1.0
     ageing_tokens_per_s: float = 5_000.0
-    fair: bool = True
+    fair: Literal["off", "tenant", "program"] = "tenant"
     expiry: Literal["place", "refuse"] = "place"
     lower_class_share: float = 0.1
 
@@ -66,6 +69,7 @@ class HeldRequest(msgspec.Struct, frozen=True, gc=False):
     waits_for: str = ""  # the instance that must first have less to do, by the policy; empty: any instance
     parked: bool = False  # whether it waits for the admission of its session, before anything else (parked_requests.py)
     asked_at: float = 0.0  # when its client asked for it last, if it is parked
+    resumes: bool = False  # whether it is parked although its session is under way (AdmissionView.resumes)
     tenant_load: float | None = None  # the weighted size of its tenant's sessions for the tenant's weight, then
 
     @property
@@ -83,7 +87,8 @@ class HoldQueue:
     """The waiting requests of one stage. Between classes and tenants the order is that of fair_order.py.
 
     Within a tenant of a class (without fairness: within a class) the least queue_penalty_s - waited goes first. If the policy set
-    no queue penalty, new_tokens / ageing replaces it: the shortest new prefill goes first, and no request waits forever. A
+    no queue penalty, new_tokens / ageing replaces it: the shortest new prefill goes first, and no request waits forever. What the
+    request's program had been served counts as well then: program_tokens / ageing, at most MOST_S, are added. A
     client's deadline counts as age: a request that needs its first token in d s is tried as if it had waited `timeout_s` - d
     already. So of equal requests the earliest deadline goes first.
     """
@@ -141,7 +146,14 @@ class HoldQueue:
 
     def party(self, held: HeldRequest) -> str:
         """Return the name under which a request has its share of the places: its tenant, or all tenants together."""
-        return held.request.tenant if self.settings.fair else ""
+        return held.request.tenant if self.settings.fair != "off" else ""
+
+    def notes(self, held: HeldRequest) -> tuple[str, ...]:
+        """Return what a held request's decision notes of its place in the queue."""
+        tokens = held.request.program_tokens
+        if self.settings.fair != "program" or tokens < 1.0 or held.queue_penalty_s is not None:
+            return ()
+        return (f"program_served: its program had been served {tokens:,.0f} tokens lately, so others went first",)
 
     def shares(self, pool: str) -> Shares[str]:
         """Return who has the places of a pool; do not change it."""
@@ -267,10 +279,12 @@ class HoldQueue:
                 del self._held_for[held.pool]
 
     def _entry(self, held: HeldRequest) -> Entry:
-        request = held.request
+        request, ageing = held.request, self.settings.ageing_tokens_per_s or _NEVER
         queue_penalty_s = held.queue_penalty_s
         if queue_penalty_s is None:
-            queue_penalty_s = held.new_tokens / (self.settings.ageing_tokens_per_s or _NEVER)
+            queue_penalty_s = held.new_tokens / ageing
+            if self.settings.fair == "program":
+                queue_penalty_s += min(request.program_tokens / ageing, MOST_S)
         # A request without a client's deadline has one of `timeout_s`: it is refused after that.
         since = min(held.since, held.first_token_by - self.settings.timeout_s)
         return Entry(
@@ -281,7 +295,7 @@ class HoldQueue:
             rank=since + queue_penalty_s,
             since=since,
             cost=float(held.new_tokens + REQUEST_TOKENS),
-            weight=request.weight if self.settings.fair else 1.0,
+            weight=request.weight if self.settings.fair != "off" else 1.0,
             starts_at=held.tenant_load,
         )
 

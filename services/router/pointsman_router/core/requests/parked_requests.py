@@ -1,9 +1,13 @@
 """Parks requests of new sessions for which the caches have no room, lets them in, or refuses them after a bound. Pure.
 
+A request of a session under way waits with them if the caches have lost the session's context: it is a pause between two turns.
+What has to be computed again anyway can wait until sessions whose contexts are there have ended.
+
 A parked request reserves nothing and is not held for an instance: it comes to HeldRequests only when its session is admitted. It
-waits for at most the bound of its class, or until its client's deadline. Then it is refused with its place in the queue. If the
-client asks again within KEEP_AGE_S, the session keeps its age, and so its turn. Parked requests exist only here: when the pool's
-owner or the request's gateway is lost, the gateway or the client asks again.
+waits for at most the bound of its class, or until its client's deadline. Then it is refused with its place in the queue, or
+placed if its session is under way. If the client of a refused one asks again within KEEP_AGE_S, the session keeps its age, and so
+its turn. Parked requests exist only here: when the pool's owner or the request's gateway is lost, the gateway or the client asks
+again.
 
 The order is that of fair_order.py, with a session's size as the cost: by class, then the tenant whose sessions have the least
 weighted size for its weight, then the least SIZE_WEIGHT x prefill time - age. The prefill time is that of what no cache has.
@@ -98,6 +102,8 @@ class ParkedRequests:
         held = self._held_requests.queue.get(request.request_id) is not None
         if not pool or held:
             return self._held_requests.place(request, gateway_id, now)
+        if served := self._requests.attained.tokens(pool, request, now):
+            request = replace(request, program_tokens=served)
         if request.parked_s > 0 and self._admission.applies(pool, now):
             self._admission.was_parked(pool, now)
         record = self._admitted(request, pool, now)
@@ -153,11 +159,8 @@ class ParkedRequests:
                     break
                 left -= 1 + len(request.keys) // KEYS_OF_ONE
                 self._let_in_at[pool] = now
-                self._requests.let_in(request.request_id)
-                self._ages.pop((pool, request.session), None)
                 self._refusals.parked.waited(pool, request.priority, request.parked_s, now)
-                admitted = replace(request, admitted=AdmissionRecord(view, verdict))
-                effects += self._held_requests.place(admitted, head.gateway_id, now)
+                effects += self._let_in(head, AdmissionRecord(view, verdict), now)
         return effects
 
     def _first_with_place(self, pool: str, full: set[QueueKey], no_room: set[int], now: float) -> HeldRequest | None:
@@ -189,7 +192,8 @@ class ParkedRequests:
     def refuse_expired(self, now: float) -> list[ev.Effect]:
         """Refuse the requests whose time has passed, as many as one turn may. Mutates."""
         expired = self.queue.expired(now, REFUSED_AT_ONCE)
-        return [self._refused(held, now) for held in expired if not self._room.is_leaving(held.request.request_id)]
+        staying = [held for held in expired if not self._room.is_leaving(held.request.request_id)]
+        return [effect for held in staying for effect in self._at_bound(held, now)]
 
     def expire(self, now: float) -> None:
         """Drop old ages and reviews. Mutates."""
@@ -238,9 +242,12 @@ class ParkedRequests:
             queue_penalty_s=SIZE_WEIGHT * state.curve.cost_s(view.size, 0),
             asked_at=asked,
             parked=True,
+            resumes=view.resumes,
             tenant_load=state.ledger.of_tenant(request.tenant) / request.weight,
         )
         displaced, why_not = self._room.displaced_by(held)
+        if why_not and view.resumes:
+            return self._held_requests.place(request, gateway_id, now)
         if why_not:
             return [self._refusals.not_admitted(request, pool, gateway_id, self.queue.count(pool) + 1, None)]
         effects = self._held_requests.displace(displaced, now)
@@ -263,22 +270,34 @@ class ParkedRequests:
         own = held.request.priority.level
         return max(sum(self.queue.count(held.pool, other) for other in PRIORITIES if other.level >= own), 1)
 
-    def _refused(self, held: HeldRequest, now: float) -> ev.Refused:
-        """Refuse a request whose time has passed, and remove it from the queue."""
+    def _at_bound(self, held: HeldRequest, now: float) -> list[ev.Effect]:
+        """Refuse a request whose time has passed, or place it if it resumes a session, and remove it from the queue."""
         place, waited_s = self._place(held), now - held.asked_at
-        self._requests.leave_queue(held.request.request_id)
         self._refusals.parked.waited(held.pool, held.request.priority, waited_s, now)
-        bound_s = held.answer_by - held.asked_at
         view = self._view(
-            held.pool, Newness("", held.new_tokens), now, before=place - 1, waited_s=waited_s, bound_s=bound_s
+            held.pool,
+            Newness("", held.new_tokens, held.resumes),
+            now,
+            before=place - 1,
+            waited_s=waited_s,
+            bound_s=held.answer_by - held.asked_at,
         )
-        verdict = decide_admission(view)
-        if verdict.outcome is not AdmissionOutcome.REFUSE:
+        record = AdmissionRecord(view, decide_admission(view))
+        if record.verdict.outcome is AdmissionOutcome.ADMIT and held.resumes:
+            return self._let_in(held, record, now)
+        self._requests.leave_queue(held.request.request_id)
+        if record.verdict.outcome is not AdmissionOutcome.REFUSE:
             # It was about to be let in, but no instance has room.
             why = "parked until its bound"
-            return self._refusals.no_room(held.request, held.pool, held.gateway_id, why, waited_s)
-        record = AdmissionRecord(view, verdict)
-        return self._refusals.not_admitted(held.request, held.pool, held.gateway_id, place, record)
+            return [self._refusals.no_room(held.request, held.pool, held.gateway_id, why, waited_s)]
+        return [self._refusals.not_admitted(held.request, held.pool, held.gateway_id, place, record)]
+
+    def _let_in(self, held: HeldRequest, record: AdmissionRecord, now: float) -> list[ev.Effect]:
+        """Place or hold a parked request, and remove it from the queue. Mutates."""
+        request = _asked(held, now)
+        self._requests.let_in(request.request_id)
+        self._ages.pop((held.pool, request.session), None)
+        return self._held_requests.place(replace(request, admitted=record), held.gateway_id, now)
 
 
 def _asked(held: HeldRequest, now: float) -> PlacementRequest:

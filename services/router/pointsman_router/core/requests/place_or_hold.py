@@ -24,7 +24,7 @@ from pointsman_router.core.placement_types import Decision, PlacementRequest, St
 from pointsman_router.core.policy.unified import Unified
 from pointsman_router.core.requests.deadlines import SURE_SHARE, lateness, least_prefill_s
 from pointsman_router.core.requests.decider import AllSaturated, Decider, DecideResult
-from pointsman_router.core.requests.fair_order import QueueKey
+from pointsman_router.core.requests.fair_order import REQUEST_TOKENS, QueueKey
 from pointsman_router.core.requests.hold_queue import HeldRequest, with_compact_keys
 from pointsman_router.core.requests.placement_plans import PlacementPlans
 from pointsman_router.core.requests.refusals import Refusals, not_serving
@@ -127,8 +127,10 @@ class HeldRequests:
             if previous_id:
                 return self.serve_there(request.request_id, now)
             return [replace(verdict, gateway_id=gateway_id)]
-        if not previous_id and (late := self.refused_as_late(request, verdict, gateway_id)) is not None:
-            return [late]
+        if not previous_id:
+            if (late := self.refused_as_late(request, verdict, gateway_id)) is not None:
+                return [late]
+            self._requests.attained.add(verdict.pool, request, _work(verdict) + REQUEST_TOKENS, now)
         if isinstance(verdict, Decision) and previous_id:
             verdict = replace(verdict, previous_id=previous_id)
         placeable = isinstance(verdict, Decision) and bool(verdict.result.steps)
@@ -254,10 +256,10 @@ class HeldRequests:
         if held.first_token_by < inf:
             least_s = least_prefill_s(held.request, verdict.pool, verdict.view, self._curve_samples)
         if isinstance(verdict, AllSaturated):
-            new = min(candidate.new_tokens for candidate in verdict.view.candidates if candidate.excluded == SATURATED)
             start_by = held.first_token_by - least_s
+            new = _least_new(verdict)
             return replace(held, reason=SATURATED, new_tokens=new, for_room=True, start_by=start_by, waits_for="")
-        result, new = verdict.result, min(candidate.new_tokens for candidate in verdict.view.eligible())
+        result = verdict.result
         answer_by = min(held.answer_by, held.since + result.max_hold_s) if result.max_hold_s else held.answer_by
         # A request that could be placed but queues behind others waits for room as they do.
         for_room = bool(result.steps)
@@ -266,7 +268,7 @@ class HeldRequests:
         return replace(
             held,
             reason=result.reason,
-            new_tokens=new,
+            new_tokens=_least_new(verdict),
             for_room=for_room,
             answer_by=answer_by,
             waits_for="" if for_room else result.waits_for,
@@ -342,7 +344,9 @@ class HeldRequests:
                 trial.effects.append(late)
             elif isinstance(verdict, Decision) and verdict.result.steps:
                 trial.changes.append(partial(self._requests.served, request_id, _computed(verdict)))
-                going_on = replace(verdict, previous_id=held.previous_id)
+                going_on = replace(
+                    verdict, previous_id=held.previous_id, notes=(*verdict.notes, *self.queue.notes(held))
+                )
                 trial.effects += self._plans.commit(going_on, held.gateway_id, now)
                 trial.room.clear()
             else:
@@ -455,6 +459,20 @@ class HeldRequests:
             # The model was known when the request came, so its absence is temporary.
             return [replace(verdict, code="UNAVAILABLE", retry_after_s=self._retry_after_s, gateway_id=held.gateway_id)]
         return self._refused(held, why, now)
+
+
+def _least_new(verdict: Decision | AllSaturated) -> int:
+    """Return the least prefill that a request needs on any instance that it could be placed on."""
+    if isinstance(verdict, AllSaturated):
+        return min(candidate.new_tokens for candidate in verdict.view.candidates if candidate.excluded == SATURATED)
+    return min(candidate.new_tokens for candidate in verdict.view.eligible())
+
+
+def _work(verdict: Decision | AllSaturated) -> int:
+    """Return the tokens that a request needs computed: where it is placed, or else at least."""
+    if isinstance(verdict, Decision) and verdict.result.steps:
+        return max(verdict.request.input_tokens - verdict.cached_tokens, 0)
+    return _least_new(verdict)
 
 
 def _elsewhere(verdict: DecideResult, held: HeldRequest) -> bool:

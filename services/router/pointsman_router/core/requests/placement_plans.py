@@ -68,6 +68,10 @@ class PlacementPlans:
         self._turn = turn
         self._output_times = OutputTimes()
 
+    def forget_pool(self, pool: str) -> None:
+        """Drop what was learned of a pool that is gone. Mutates."""
+        self._output_times.forget_pool(pool)
+
     # ---- steps ----
 
     def commit(self, decision: Decision, gateway_id: str, now: float) -> list[ev.Effect]:

@@ -21,6 +21,7 @@ from pointsman_router.core.learning.fetches import Fetches
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefill_progress import OpenPrompt
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
+from pointsman_router.core.load.attained_service import AttainedService
 from pointsman_router.core.load.reservations import Reservation, Reservations
 from pointsman_router.core.placement_types import NO_BACKLOG, Decision, FleetView, Phase, PlacementRequest
 from pointsman_router.core.prefill_curve import PrefillSums
@@ -51,7 +52,7 @@ FORGET_AT_ONCE = 4
 
 class RequestTable:
     """Requests by id. `room` has those that wait; code that answers one must report the outcome here. `admission` counts the
-    sessions of placed requests."""
+    sessions of placed requests, `attained` what their programs are served."""
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class RequestTable:
         self._prefix_knowledge = prefix_knowledge
         self._prefill_observer = prefill_observer
         self._fetches = fetches
+        self.attained = AttainedService(on=room.held.settings.fair == "program")
         self._open: dict[str, RequestState] = {}
         # Ended requests whose ids cannot be reused, oldest end first.
         self._ended: OrderedDict[str, RequestState] = OrderedDict()
@@ -172,6 +174,8 @@ class RequestTable:
         state = self._open[request.request_id]
         if not state.counted:
             state.counted = self._admission.announced(request, pool, now)
+            assert state.reservation is not None
+            self.attained.add(pool, request, state.reservation.new_tokens, now)
 
     # ---- placed ----
 
@@ -377,6 +381,9 @@ class RequestTable:
         tokens, pool = state.reservation.input_tokens, state.reservation.pool
         self._admission.closed(pool, state.counted, tokens, output, reason, now)
         state.counted = ""
+        asked = state.decision.request if state.decision is not None else state.announced
+        if asked is not None and finished is not None:
+            self.attained.add(pool, asked, finished.output_tokens or 0, now)
 
     def _known(self, request_id: str) -> RequestState:
         return self.get(request_id) or RequestState(request_id)
