@@ -27,7 +27,7 @@ from studies.marked_sections import FETCH, filled_template, write_section
 from studies.stored_trials import append_trial, read_trials
 
 TEMPLATE = Path(__file__).with_name("section.md.jinja")
-SEEDS = 3
+SEEDS = 5
 # Metric -> its name in the table and the unit's factor.
 METRICS: Mapping[str, tuple[str, float]] = {
     "sharing_p90_s": ("sharing, TTFT p90 s", 1.0),
@@ -116,8 +116,8 @@ def _table(
     """Return a Markdown table: for each cell and policy the means without and with transfers, in bold where the 95 % interval of
     the paired differences does not contain 0."""
     lines = [
-        f"| cell | policy | {' | '.join(name for name, _ in METRICS.values())} |",
-        "|" + "---|" * (len(METRICS) + 2),
+        f"| cell | policy | seeds | {' | '.join(name for name, _ in METRICS.values())} |",
+        "|" + "---|" * (len(METRICS) + 3),
     ]
     for cell, policy in ((name, found.policy) for name, found in known.items()):
         pairs = [
@@ -127,7 +127,7 @@ def _table(
         ]
         if pairs:
             texts = [_text([(a[name] * unit, b[name] * unit) for a, b in pairs]) for name, (_, unit) in METRICS.items()]
-            lines.append(f"| {cell} | `{policy}` | {' | '.join(texts)} |")
+            lines.append(f"| {cell} | `{policy}` | {len(pairs)} | {' | '.join(texts)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -59,7 +59,7 @@ SESSIONS, SPAN_S = {CUDA: 8, CPU: 3}, {CUDA: 15.0, CPU: 5.0}
 PARENTS, CHILDREN, SHARED = {CUDA: 3, CPU: 1}, {CUDA: 8, CPU: 4}, {CUDA: 6_144, CPU: 1_024}
 # A parent has this time before its children are sent, s.
 LEAD_S = {CUDA: 1.0, CPU: 2.0}
-ROUNDS = {CUDA: 8, CPU: 1}
+ROUNDS = {CUDA: 5, CPU: 1}
 TRIAL_S = 90.0
 
 
