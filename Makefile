@@ -13,11 +13,17 @@ NEXT_TORCH_VERSION ?= $(TORCH_VERSION)
 # "--index-url URL"; without it pip takes what its default index has, for Linux a CUDA build, which works and is larger.
 TORCH_PIP_ARGS ?=
 
+# `make gpu-wheels PYTHON=3.12` names the Python of the other machine.
+ifneq ($(filter gpu-wheels,$(MAKECMDGOALS)),)
+WHEELS_PYTHON := $(PYTHON)
+override PYTHON := python3
+endif
+
 BIN := .venv/bin
 .DELETE_ON_ERROR:
 
 .PHONY: help demo bench scoreboard test test-fast test-containers test-containers-gpu test-pythons test-next check format protos lock clean
-.PHONY: images dist
+.PHONY: images dist gpu-wheels
 .PHONY: env env-engine env-engine-next env-aiperf env-clients env-envoy env-judges env-guidellm
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -143,6 +149,10 @@ dist: env  ## dist/: wheel and sdist of pointsman and of its connector, the whee
 	$(BIN)/uv build --quiet --no-build-isolation --python $(BIN)/python --out-dir dist connector
 	rm -rf dist/.gitignore connector/*.egg-info  # with its metadata beside it, engines of the tests would load the connector
 	$(BIN)/twine check --strict dist/*
+
+gpu-wheels: env $(if $(PLAN),,dist)  ## for a GPU machine without a network, in parts: PYTHON=3.12 CUDA=13 [OUT=...] [HAVE=FREEZE] [PLAN=1]
+	$(BIN)/python -m tools.gpu_wheels --python "$(WHEELS_PYTHON)" --cuda "$(CUDA)" --vllm $(VLLM_VERSION) --mooncake $(MOONCAKE_VERSION) \
+	  --commit "$$(git describe --always --dirty --abbrev=12)" $(if $(OUT),--out "$(OUT)") $(if $(HAVE),--have "$(HAVE)") $(if $(PLAN),--plan)
 
 images:  ## all images by docker buildx: REGISTRY=... [PUSH=1] [PLATFORMS=linux/amd64,linux/arm64]
 	@test -n "$(REGISTRY)" || { echo "make images REGISTRY=registry.example.com/llm [PUSH=1] [PLATFORMS=...]"; exit 1; }

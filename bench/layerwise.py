@@ -15,7 +15,8 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -61,7 +62,7 @@ async def layerwise() -> list[Figure]:
 
         async def beside_streams(http: aiohttp.ClientSession, pair: list[Engine]) -> list[float]:
             """Measure one pair at a time, because the other pair's streams would use its cores; return the tails."""
-            async with _decoding(http, pair[1], rng, ids):
+            async with decoding(http, pair[1], rng, ids):
                 prompts = [[rng.choice(ids) for _ in range(TOKENS["4k"])] for _ in range(ROUNDS["4k"])]
                 return [await tail_of(http, pair, prompt) for prompt in prompts]
 
@@ -118,8 +119,18 @@ def _write_s_per_mb(engine: Engine) -> float:
     return sum(count * ms for count, ms, _ in rows) / 1e3 / sum(count * mb for count, _, mb in rows)
 
 
-async def tail_of(http: aiohttp.ClientSession, pair: list[Engine], prompt: list[int], lead_s: float = 0.0) -> float:
-    """Offload a prompt; return the time from P's answer to D's first token in s, negative if D's token was first."""
+@dataclass(frozen=True)
+class Halves:
+    """An offloaded prompt: the time of its prefill on P, and from P's answer to D's first token (negative: before it), in s."""
+
+    prefill_s: float
+    tail_s: float
+
+
+async def offload_times(
+    http: aiohttp.ClientSession, pair: list[Engine], prompt: list[int], lead_s: float = 0.0
+) -> Halves:
+    """Offload a prompt; return its times. `lead_s`: negative if D's request is to be sent after P's answer."""
     p, d = pair
     offload = Offload(http, p, d, prompt, lead_s, output=1)
 
@@ -128,50 +139,71 @@ async def tail_of(http: aiohttp.ClientSession, pair: list[Engine], prompt: list[
         return time.perf_counter()
 
     if lead_s < 0:
+        began = time.perf_counter()
         prefilled = await end_of(offload.prefill())
         answered = await end_of(offload.decode())
     else:
         answer = asyncio.create_task(end_of(offload.decode()))
         await asyncio.sleep(0.01)
+        began = time.perf_counter()
         prefilled, answered = await end_of(offload.prefill()), await answer
-    return answered - prefilled
+    return Halves(prefilled - began, answered - prefilled)
+
+
+async def tail_of(http: aiohttp.ClientSession, pair: list[Engine], prompt: list[int], lead_s: float = 0.0) -> float:
+    """Offload a prompt; return the time from P's answer to D's first token in s, negative if D's token was first."""
+    return (await offload_times(http, pair, prompt, lead_s)).tail_s
 
 
 @contextlib.asynccontextmanager
-async def _decoding(
-    http: aiohttp.ClientSession, engine: Engine, rng: random.Random, ids: list[int]
+async def decoding(
+    http: aiohttp.ClientSession, engine: Engine, rng: random.Random, ids: list[int], tokens: int = 8_000
 ) -> AsyncIterator[None]:
-    """Keep STREAMS streams decoding on `engine` inside the block."""
-    streams = [
-        asyncio.create_task(post(http, engine, {"prompt": [rng.choice(ids) for _ in range(32)], "max_tokens": 8_000}))
-        for _ in range(STREAMS)
-    ]
-    await asyncio.to_thread(
-        until, lambda: engine.running() >= STREAMS, within_s=60.0, what="all background streams running"
+    """Keep STREAMS streams of up to `tokens` tokens decoding on `engine` inside the block."""
+
+    async def stream() -> None:
+        while True:
+            await post(http, engine, {"prompt": [rng.choice(ids) for _ in range(32)], "max_tokens": tokens})
+
+    streams = [asyncio.create_task(stream()) for _ in range(STREAMS)]
+
+    def running() -> bool:
+        for task in streams:
+            if task.done():
+                # A refused request raises here.
+                task.result()
+        return engine.running() >= STREAMS
+
+    try:
+        await asyncio.to_thread(until, running, within_s=60.0, what="all background streams running")
+        yield
+    finally:
+        for task in streams:
+            task.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+
+
+def _cpu_spec(name: str, kv_transfer: Mapping[str, Any]) -> EngineSpec:
+    return EngineSpec(
+        name,
+        kv_transfer=kv_transfer,
+        max_model_len=8_192,
+        kv_capacity_tokens=160_000,
+        extra_args=("--max-num-batched-tokens", "2048"),
     )
-    yield
-    for stream in streams:
-        stream.cancel()
-    await asyncio.gather(*streams, return_exceptions=True)
 
 
 @contextlib.contextmanager
-def engine_pairs(folder: Path) -> Iterator[tuple[list[Engine], list[Engine], list[int]]]:
-    """Run a pair of engines with vLLM's connector and one with the layerwise connector; yield both and token ids for prompts."""
+def engine_pairs(
+    folder: Path, spec: Callable[[str, Mapping[str, Any]], EngineSpec] = _cpu_spec, model: Path | None = None
+) -> Iterator[tuple[list[Engine], list[Engine], list[int]]]:
+    """Run a pair of engines with vLLM's connector and one with the layerwise connector; yield both and token ids for prompts.
+
+    `spec` makes an engine's start from its name and its connector; without a `model` they have the tests' small one."""
     if not ENGINE_PYTHON.exists():
         raise SystemExit(f"{ENGINE_PYTHON} is missing: `make env-engine` makes it")
-    model = make_model(folder / "model")
-    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
-
-    def spec(name: str, kv_transfer: Mapping[str, Any]) -> EngineSpec:
-        return EngineSpec(
-            name,
-            kv_transfer=kv_transfer,
-            max_model_len=8_192,
-            kv_capacity_tokens=160_000,
-            extra_args=("--max-num-batched-tokens", "2048"),
-        )
-
+    model = model or make_model(folder / "model")
+    known = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
     specs = [spec(f"{role}-{name}", kind) for name, kind in (("after", MOONCAKE), ("push", LAYERWISE)) for role in "pd"]
     with running_engines(specs, model, folder) as engines:
-        yield engines[:2], engines[2:], [number for word, number in vocabulary.items() if word.startswith("Ġ")]
+        yield engines[:2], engines[2:], [number for word, number in known.items() if word.startswith("Ġ")]

@@ -7,14 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 import structlog
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # With this, a failed assertion of tests.support shows the compared values.
 pytest.register_assert_rewrite("tests.support")
 
-# No time limit per example: a machine that stalls would fail a correct test.
-settings.register_profile("pointsman", deadline=None)
+# Neither a time limit per example nor one for drawing it: a machine that stalls would fail a correct test.
+settings.register_profile("pointsman", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("pointsman")
+
+# Tests that only compute, and their time limit, s. A busy machine makes them slow, above all at a low priority, and this still
+# finds a hang. Hypothesis takes the end of a limit for a failed example, and calls it flaky when it passes again.
+COMPUTE = ("tests/unit/", "tests/virtual/")
+COMPUTE_S = 900
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,6 +29,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
     config.pluginmanager.register(Leaks(), "leaks")
     config.pluginmanager.register(CpuReport(), "cpu report")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests that only compute their time limit. A test's own limit, a mark, comes first."""
+    for item in items:
+        if item.nodeid.startswith(COMPUTE) and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(COMPUTE_S))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,4 +1,5 @@
-"""Writes what docs/ has from the code: the pages on commands, settings and metrics, and marked sections of that on policies.
+"""Writes what docs/ has from the code: the pages on commands, settings and metrics, that on one GPU from its stored
+results, and marked sections of that on policies.
 
     .venv/bin/python -m tools.made_pages
 
@@ -16,6 +17,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.gpu import page as gpu_page
 from pointsman_agent.io.status import AgentCollector
 from pointsman_cli import settings_page
 from pointsman_common.io.line_file import LostLines
@@ -50,6 +52,7 @@ def written() -> dict[Path, str]:
         DOCS / "commands.md": commands(),
         DOCS / "settings.md": settings_page.page(),
         DOCS / "metrics.md": metrics(),
+        gpu_page.PAGE: gpu_page.written(),
         policies: with_sections(policies.read_text()),
     }
 

@@ -28,9 +28,6 @@ ENGINES, UNIT, VIRTUAL = "tests/engine", "tests/unit", "tests/virtual"
 # They have targets of their own.
 LEFT_OUT = ("tests/containers", "tests/pythons")
 OPTIONS = ("--durations=20", "--durations-min=5")
-# Options of runs that only compute: their low priority makes them slow on a busy machine, and the long timeout still finds a
-# hang.
-PATIENT = ("--timeout=900",)
 # Ports that the runs share out among them.
 PORTS = range(20_000, 32_000)
 # Engines are shared: one failure may be followed by those of tests that find an engine out of step. More than these have
@@ -80,7 +77,7 @@ def _begin(number: int, run: Run, arguments: list[str], report: IO[bytes] | None
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "pytest", *OPTIONS, "-o", f"cache_dir={folder / 'cache'}", *run.paths),
-            *(PATIENT if run.computes else arguments),
+            *(() if run.computes else arguments),
         ],
         cwd=ROOT,
         env=os.environ | {"POINTSMAN_TEST_PORTS": f"{ports.start}-{ports.stop}", "PYTEST_DEBUG_TEMPROOT": str(folder)},

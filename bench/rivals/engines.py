@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import urllib.request
 from collections.abc import Sequence
@@ -46,3 +47,11 @@ def get_text(url: str) -> str:
     """Return the text that a URL answers. Raises OSError."""
     with urllib.request.urlopen(url, timeout=30) as response:
         return str(response.read().decode())
+
+
+def address_of(url: str) -> EngineAddress:
+    """Return the address of an engine that tells where its KV events are. Raises OSError."""
+    endpoints = json.loads(get_text(f"{url}/kv_event_sources"))["0"]
+    return EngineAddress(
+        url, *(str(endpoints[name]).replace("*", "127.0.0.1") for name in ("endpoint", "replay_endpoint"))
+    )

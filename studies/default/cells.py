@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -44,6 +45,17 @@ ONE_TURN = shape_with(
     },
 )
 LONG = shape_with(AGENTIC, {"context_tokens": 70_000, "context_spread": 0.4, "mean_turns": 3.0, "max_tokens": 131_072})
+
+
+class Source(Protocol):
+    """What a cell's requests come from."""
+
+    @property
+    def name(self) -> str:
+        """Name of the source in a trial's key."""
+
+    def __call__(self, seed: int) -> list[TraceRequest]:
+        """Return the requests under `seed`."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +118,7 @@ def _with_pauses(turns: Session) -> Iterator[TraceRequest]:
 class Mixed:
     """A source of the requests of several sources together. Their sessions and blocks have nothing in common."""
 
-    parts: tuple[Generated | Recorded, ...]
+    parts: tuple[Source, ...]
 
     @property
     def name(self) -> str:
@@ -132,7 +144,7 @@ class DefaultCell:
     SimulationConfig. `kv_blocks`, `step_tokens` and `threshold` are of each engine; `slow` multiplies the time of its steps."""
 
     name: str  # in the table, and for the setting `cells`; not in the key
-    source: Generated | Recorded | Mixed  # called with a seed, returns its requests
+    source: Source  # called with a seed, returns its requests
     rate: float
     instances: int = 8  # of the fleet; fixed during a run
     kv_blocks: int = 31_250

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.rivals.engines import EngineAddress, Fleet, get_text
+from bench.rivals.engines import Fleet, address_of
 from pointsman_lab.workload.tokenizer import TOKENIZER_DIR, ChatTokenizer
 from tests.support.engines.model import vocabulary
 from tests.support.engines.servers import ENGINE_PYTHON, SERVED_NAME, EngineSpec, make_model, running_engines
@@ -39,7 +38,7 @@ def emulated_fleet(folder: Path, engines: int, speedup: float) -> Iterator[Fleet
         for part in parts:
             part.wait_ready(lambda log=part.log: "emulated engine" in log.read_text(), within_s=START_S)  # type: ignore[misc]
         yield Fleet(
-            [_address(f"http://127.0.0.1:{port}") for port in ports], EMULATED_MODEL, TOKENIZER_DIR, ChatTokenizer().words,
+            [address_of(f"http://127.0.0.1:{port}") for port in ports], EMULATED_MODEL, TOKENIZER_DIR, ChatTokenizer().words,
             16, EMULATED["kv_blocks"], EMULATED["max_model_len"], [part.pid for part in parts],
         )  # fmt: skip
     finally:
@@ -65,7 +64,7 @@ def vllm_fleet(folder: Path, engines: int) -> Iterator[Fleet]:
     ]  # fmt: skip
     with running_engines(specs, model, folder) as running:
         yield Fleet(
-            [_address(engine.url) for engine in running], SERVED_NAME, model, [f" {word}" for word in vocabulary()],
+            [address_of(engine.url) for engine in running], SERVED_NAME, model, [f" {word}" for word in vocabulary()],
             VLLM_BLOCK, VLLM_KV_TOKENS // VLLM_BLOCK, VLLM_CONTEXT, [engine.process.pid for engine in running],
         )  # fmt: skip
 
@@ -75,10 +74,3 @@ def reset_caches(fleet: Fleet) -> None:
     for engine in fleet.engines:
         request = urllib.request.Request(f"{engine.url}/reset_prefix_cache", method="POST")
         urllib.request.urlopen(request, timeout=30).close()
-
-
-def _address(url: str) -> EngineAddress:
-    endpoints = json.loads(get_text(f"{url}/kv_event_sources"))["0"]
-    return EngineAddress(
-        url, *(str(endpoints[name]).replace("*", "127.0.0.1") for name in ("endpoint", "replay_endpoint"))
-    )

@@ -259,6 +259,8 @@ def test_commands_that_need_more_than_a_test_has_are_understood(block: Block) ->
         "docker compose up -d gatevay",
         "make trouble",
         "python -m bench decides",
+        "python -m bench gpu --device tpu",
+        "python parts/install.py --environment x",
         "pytest tests/unit/test_nowhere.py",
         "deploy/make-money.sh",
         "poinstman instances",

@@ -166,8 +166,7 @@ def test_the_text_before_a_picture_goes_in_slices(plane: ControlPlane, client: o
     settings = {
         "slice_factor": 1e-6,
         "slice_min_tokens": part,
-        "light_wait_factor": 1e6,
-        "heavy_wait_factor": 1e6,
+        "wait_factor": 1e6,
         "light_factor": 1e-3,
     }
     with plane.policy("foresight", **settings):
@@ -277,6 +276,16 @@ def test_texts_are_ranked_scored_and_pooled(plane: ControlPlane, pair: list[Engi
         assert _figures(our_answer) == pytest.approx(_figures(their_answer), abs=1e-4)
         if "rerank" in path:
             assert our_answer["results"][0]["document"]["text"] == one
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+def test_embeddings_in_bytes_are_the_engines(plane: ControlPlane, pair: list[Engine], path: str) -> None:
+    body = {"model": VECTORS, "input": fresh_words(20), "encoding_format": "bytes", "embed_dtype": "float32"}
+    ours, theirs = (ask(url + path, body) for url in (plane.gateway_url, pair[1].url))
+    assert (ours.status, theirs.status) == (200, 200), ours.body[:200]
+    assert struct.unpack(f"{len(ours.body) // 4}f", ours.body) == pytest.approx(
+        struct.unpack(f"{len(theirs.body) // 4}f", theirs.body), abs=1e-4
+    )
 
 
 def _figures(answer: Any) -> list[float]:

@@ -352,6 +352,8 @@ async def test_bad_input_is_refused_with_nothing_placed(tmp_path: Path) -> None:
             got, answer, _ = await post(up, "/v1/chat/completions", data=body, headers=zipped)
             assert (got, answer["error"]["code"]) == (status, code), body[:20]
         assert (await post(up, "/collective_rpc", json={}))[0] == 404
+        got, answer, _ = await post(up, "/chat/completions", json=CHAT)
+        assert (got, answer["error"]["message"]) == (404, "Unknown path. Is /v1/chat/completions meant?")
         async with aiohttp.ClientSession() as http, http.get(f"{up.url}/v1/chat/completions") as refused:
             assert (refused.status, refused.headers["Allow"]) == (405, "POST")
             assert "error" in await refused.json()
@@ -479,13 +481,13 @@ async def test_what_a_client_may_not_set_never_reaches_an_engine(up: Stack) -> N
 async def test_a_clean_body_is_forwarded_as_it_came(up: Stack) -> None:
     raw = b'{ "messages":[{"role":"user","content":"\\u00fc"}],  "model":"tiny" }'
     seen: list[bytes] = []
-    original = up.gateway._upstream.post
+    original = up.gateway._upstream.send
 
-    async def spy(target: object, path: str, payload: bytes, headers: object) -> object:
+    async def spy(target: object, method: str, path: str, payload: bytes, headers: object) -> object:
         seen.append(payload)
-        return await original(target, path, payload, headers)
+        return await original(target, method, path, payload, headers)
 
-    up.gateway._upstream.post = spy
+    up.gateway._upstream.send = spy
     status, _, _ = await post(up, "/v1/chat/completions", data=raw, headers=JSON)
     assert (status, seen) == (200, [raw])
 

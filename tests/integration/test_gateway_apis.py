@@ -17,7 +17,8 @@ from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import prompt_keys
 from pointsman_gateway.core.api import ROUTES, Endpoint, parse
 from pointsman_gateway.core.stored_responses import response_id
-from tests.support.fakes.gateway_peers import MODEL, Stack, refusal, stack
+from pointsman_gateway.io.request import unplaced_proxy
+from tests.support.fakes.gateway_peers import EMBEDDING, MODEL, Stack, refusal, stack
 from tests.support.gateway_requests import BODIES, MESSAGES, RESPONSES, WORDS, ask, claude, finished, gpt
 from tests.support.waiting import eventually
 
@@ -124,17 +125,77 @@ async def test_texts_are_embedded_ranked_and_scored(up: Stack) -> None:
     assert up.gateway.router.inflight() == {}
 
 
+@pytest.mark.parametrize("kind", [Endpoint.EMBEDDINGS, Endpoint.POOLING])
+@pytest.mark.parametrize("encoding", ["bytes", "bytes_only"])
+async def test_embeddings_in_bytes_are_an_answer(up: Stack, kind: Endpoint, encoding: str) -> None:
+    body = {**BODIES[kind], "encoding_format": encoding}
+    async with aiohttp.ClientSession() as session, session.post(up.url + kind.value, json=body) as answer:
+        assert (answer.status, await answer.read()) == (200, EMBEDDING)
+        assert answer.content_type == "application/octet-stream"
+        assert ("metadata" in answer.headers) == (encoding == "bytes")
+    done = await finished(up)
+    assert (done.outcome, len(up.engines[0].requests)) == (placement_pb2.OUTCOME_OK, 1)
+    if encoding == "bytes":
+        assert done.prompt_tokens == 9
+
+
 async def test_tokens_are_any_instances_to_tell(up: Stack) -> None:
     assert (await ask(up, "/tokenize", BODIES[Endpoint.TOKENIZE]))[1]["count"] >= 1
     assert await ask(up, "/detokenize", BODIES[Endpoint.DETOKENIZE]) == (200, {"prompt": "x"})
     for engine in up.engines:
         engine.mode = "500"
     status, answer = await ask(up, "/v1/messages/count_tokens", BODIES[Endpoint.COUNT_TOKENS])
-    assert (status, answer["error"]["type"]) == (502, "api_error")
+    assert (status, answer["error"]["type"]) == (500, "api_error")
+    assert "10.0.0.7" not in str(answer)
     up.engines[1].mode = "ok"
     for _ in range(2):
         assert (await ask(up, "/v1/messages/count_tokens", BODIES[Endpoint.COUNT_TOKENS]))[0] == 200
     assert up.router.places == []
+
+
+async def test_when_to_ask_again_is_told_as_the_engine_tells_it(up: Stack) -> None:
+    async with gpt(up) as client:
+        made = await client.responses.create(**RESPONSES)
+    for engine in up.engines:
+        engine.mode = "503"
+    counted = up.url + "/v1/messages/count_tokens"
+    async with aiohttp.ClientSession() as session:
+        async with session.post(counted, json=BODIES[Endpoint.COUNT_TOKENS]) as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (503, "3")
+            assert (await answer.json())["error"] == {"type": "overloaded_error", "message": "scaling at <address>"}
+        async with session.get(f"{up.url}/v1/responses/{made.id}") as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (503, "3")
+
+
+async def test_an_engine_that_does_not_answer_delays_few_that_are_not_placed(
+    up: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, body, silent = "/v1/messages/count_tokens", BODIES[Endpoint.COUNT_TOKENS], up.engines[0]
+    silent.mode = "hang"
+    waiting = [asyncio.create_task(ask(up, path, body)) for _ in range(2)]
+    await eventually(lambda: silent.open == 1)
+    # While one waits there, those that come one after the other go to another.
+    for _ in range(8):
+        assert (await ask(up, path, body))[0] == 200
+    assert len(silent.requests) == 1
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await eventually(lambda: silent.open == 0)
+    monkeypatch.setattr(unplaced_proxy, "ANOTHER_S", 0.2)
+    assert {status for status, _ in await asyncio.gather(*(ask(up, path, body) for _ in range(16)))} == {200}
+    # It is asked no more for a while.
+    before = len(silent.requests)
+    for _ in range(8):
+        assert (await ask(up, path, body))[0] == 200
+    assert len(silent.requests) == before
+    # The only one is asked all the same.
+    silent.mode = up.engines[1].mode = "ok"
+    del up.router.pools[0].instances[1:]
+    await up.router.tell_fleet()
+    await eventually(lambda: len(up.gateway.pools.states()[0].pool.instances) == 1)
+    assert (await ask(up, path, body))[0] == 200
+    assert len(silent.requests) == before + 1
 
 
 @pytest.mark.parametrize("path", ["/detokenize", "/v1/responses/ID?stream=true", "/v1/responses/ID"])

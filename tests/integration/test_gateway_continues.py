@@ -210,7 +210,7 @@ async def test_an_answer_whose_ids_outgrow_the_memory_for_them_is_not_continued(
     for module in (sse, steps_and_relay):
         monkeypatch.setattr(module, "RECORD_STEP", 60)
     payload = len(json.dumps(BODY | {"stream_options": {"include_usage": True}}))
-    budget = up.gateway._shared.continuations.kept
+    budget = up.gateway._shared.kept_bodies
     budget.limit = payload + 10_000 if room else payload + 90
     first(up).mode = "cut"
     text, errors = await text_of(up)
@@ -224,7 +224,7 @@ async def test_one_keys_answers_leave_memory_to_those_of_others(tmp_path: Path) 
     async with stack(tmp_path, engine=TellingEngine, engines=1, api_keys_file=keys) as up:
         engine = first(up)
         engine.words, engine.words_before = WORDS, 20
-        budget = up.gateway._shared.continuations.kept
+        budget = up.gateway._shared.kept_bodies
         used, asking = list[int](), list[asyncio.Task[tuple[str, list[dict[str, Any]]]]]()
         for key in ("k1", "k1", "k2"):
             asking.append(asyncio.create_task(text_of(up, Authorization=f"Bearer {key}")))
@@ -265,7 +265,7 @@ async def test_a_stream_that_cannot_or_need_not_go_on_elsewhere_stays(up: Stack,
     up.router.pools[0].served_names.append("later")
     await up.router.tell_fleet()
     await eventually(lambda: "later" in pool(up).served_names, "the gateway knows")
-    kept = up.gateway._shared.continuations.kept
+    kept = up.gateway._shared.kept_bodies
     assert kept.used
     first(up).go.set()
     assert await asking == ("".join(WORDS), [])

@@ -206,7 +206,7 @@ async def test_streams_in_flight_are_limited_and_come_back(tmp_path: Path) -> No
             up.engines[0].hold.set()
             assert await status_of(up, "k1") == 200
             assert b"[DONE]" in await two.read()
-        (key,) = up.gateway._keys.digests
+        (key,) = up.gateway.keys.digests
         await eventually(lambda: not up.gateway._rate_limiter.in_flight(key))
 
 

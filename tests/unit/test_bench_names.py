@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.__main__ import BENCHMARKS, LONG, names_of
+from bench.named import BENCHMARKS, LONG, names_of
 
 
 def test_without_a_name_all_short_ones_run() -> None:

@@ -97,6 +97,10 @@ def run(settings: CalibrateSettings) -> None:
         "profile": asdict(found.profile),
         "engine": whole.engine,
         "residual": found.residual,
+        "measured": [
+            {"what": str(measurement), "seconds": measurement.seconds, "fitted": fitted}
+            for measurement, fitted in found.rows
+        ],
         "loads": to_json(loads),
     }
     (settings.out / "calibration.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -15,8 +15,9 @@ from msgspec import structs
 from xxhash import xxh3_64_intdigest
 
 from pointsman_common.core.block_keys import KEY_TOKENS
+from pointsman_gateway.core.api.errors import RETRY_S
 from pointsman_gateway.core.request import request_events as ge
-from pointsman_gateway.core.request.failures import RETRY_S, answer_to
+from pointsman_gateway.core.request.failures import error_for
 from pointsman_gateway.core.request.local_pace import LocalPace
 from pointsman_gateway.core.request.request_state_machine import Phase
 from pointsman_gateway.core.waiting_for_owner import Ask, PlaceAt, RefuseWaiting, WaitingForOwner, WaitingRequest
@@ -68,6 +69,7 @@ class SimulatedGateway:
         self._on_end = on_end
         self._pace = LocalPace()
         self._waiting = WaitingForOwner(self._pace)
+        self._link_free_at: dict[str, float] = {}  # when an instance has sent all that was asked of it, s
         self._wake_at = math.inf  # when requests that wait for an owner are looked at next
 
     # ---- clients ----
@@ -105,12 +107,12 @@ class SimulatedGateway:
         if running.failure is None:
             self._on_end(running, now, 400 if running.rejection else 200, running.rejection)
             return
-        answer = answer_to(running.failure)
-        if answer.retry_after_s is None or running.refusals >= self._config.retries:
-            self._on_end(running, now, answer.status, running.failure.message)
+        error = error_for(running.failure)
+        if error.retry_after_s is None or running.refusals >= self._config.retries:
+            self._on_end(running, now, error.status, error.message)
             return
         running.refusals += 1
-        self._event_queue.schedule(now + answer.retry_after_s, partial(self._begin, running))
+        self._event_queue.schedule(now + error.retry_after_s, partial(self._begin, running))
 
     # ---- the state machine ----
 
@@ -436,7 +438,12 @@ class SimulatedGateway:
         assert engine_id(step) == event.request_id, "an answer to a step that was not taken"
         if isinstance(event, WaitingForRemoteKv):
             received = partial(self._instances[step.target.instance_id].receive, event.request_id)
-            self._event_queue.schedule(now + self._transfer_s(running, event.tokens), received)
+            arrives_at = now + self._transfer_s(running, event.tokens)
+            if self._config.one_transfer_at_a_time and step.kv_source is not None:
+                free_at = self._link_free_at.get(step.kv_source.instance_id, now)
+                arrives_at += max(free_at - now, 0.0)
+                self._link_free_at[step.kv_source.instance_id] = arrives_at
+            self._event_queue.schedule(arrives_at, received)
         elif step.kv_source is not None and running.upstream[0] == step.kv_source.instance_id:
             # The source's answer to a fetch has one token.
             if isinstance(event, Finished):

@@ -57,7 +57,7 @@ def save_trace(path: Path, requests: Iterable[TraceRequest]) -> int:
                 for written, request in enumerate(requests, 1):  # noqa: B007
                     file.write(encoder.encode(request) + b"\n")
     except OSError as error:
-        raise TraceError(f"{path}: cannot be written: {error}") from error
+        raise TraceError(f"{path}: cannot be written: {error.strerror or error}") from error
     return written
 
 
@@ -69,4 +69,4 @@ def lines_of(path: Path) -> Generator[tuple[int, bytes], None, None]:
                 if stripped := line.strip():
                     yield number, stripped
     except (OSError, EOFError, zlib.error) as error:
-        raise TraceError(f"{path}: cannot be read: {error}") from error
+        raise TraceError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error

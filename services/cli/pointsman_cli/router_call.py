@@ -16,9 +16,10 @@ from pointsman_common.io.channel import open_blocking_channel
 from pointsman_common.io.settings import Tokens
 
 DEFAULT_ROUTER = "127.0.0.1:50051"
+_NOTHING = "nothing listens there"
 # What gRPC's details of UNAVAILABLE contain -> what that means.
 _UNREACHED = (
-    ("Connection refused", "nothing listens there"),
+    ("Connection refused", _NOTHING),
     ("Domain name not found", "its host name is unknown"),
     ("errors resolving", "its host name is unknown"),
     (
@@ -82,8 +83,10 @@ def credentials() -> tuple[tuple[str, str], ...]:
 
 
 def no_answer(router: str, error: grpc.RpcError) -> NoReturn:
-    """End the program with status 1 and a gRPC error as one sentence."""
-    fail(f"router {router} {sentence(error)}")
+    """End the program with status 1 and a gRPC error as one sentence, with what to do if there is no router."""
+    said = sentence(error)
+    remedy = ": start it, or name another one with --router HOST:PORT" if said.endswith(_NOTHING) else ""
+    fail(f"router {router} {said}{remedy}")
 
 
 def sentence(error: grpc.RpcError) -> str:

@@ -27,12 +27,13 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from pointsman_agent.core.engine_address import parse_engine_address
 from pointsman_agent.io.settings import AgentSettings
 from pointsman_cli.doctor import KV_EVENTS_FLAGS
 from pointsman_cli.installed_policies import installed_policies
 from pointsman_cli.local_engines import find_engines
 from pointsman_cli.router_call import DEFAULT_ROUTER
-from pointsman_common.core.addresses import parse_address
+from pointsman_common.core.addresses import address_of_url, parse_address
 from pointsman_common.io.child_command import pointsman_child
 from pointsman_common.io.listen_errors import reason_of
 from pointsman_common.io.listening import bound_socket
@@ -52,6 +53,7 @@ from pointsman_gateway.io.settings import GatewaySettings
 from pointsman_router.core.policy.registry import DEFAULT_POLICY
 from pointsman_router.io.settings import RouterSettings
 
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Maximum time until the gateway answers, s.
 START_TIMEOUT_S = 120.0
 # Time after which it is told what is waited for, and maximum time until an engine is ready, s. Then the screen tells what is
@@ -168,9 +170,12 @@ def run_up(settings: UpSettings) -> None:
 def _found_engines(settings: UpSettings) -> list[str]:
     engines, asked = find_engines([parse_address(address).port for _, address in _addresses(settings)])
     if not engines:
-        raise InvalidSetting(
-            settings, "engine", f"must be given: none of the {asked} ports that listen on this host is a vLLM server's"
+        said = (
+            f"none of the {asked} ports that listen on this host is a vLLM server's"
+            if asked
+            else "no port listens on this host"
         )
+        raise InvalidSetting(settings, "engine", f"{said}; give the URL of each vLLM server, as http://HOST:PORT")
     typer.echo(f"found on this host: {' '.join(engines)}")
     return engines
 
@@ -231,7 +236,8 @@ def _addresses(settings: UpSettings) -> Iterator[tuple[str, str]]:
 
 
 def unusable_addresses(settings: UpSettings) -> list[str]:
-    """Return one message, with what holds the address and the reason, for each address that cannot be listened on.
+    """Return one message, with what holds the address and the reason, for each address that cannot be listened on, and for each
+    engine that has one of them.
 
     The addresses are checked before the start, because otherwise the services would use another process that listens at an
     address of one of them.
@@ -246,6 +252,11 @@ def unusable_addresses(settings: UpSettings) -> list[str]:
             bound_socket(parse_address(address)).close()
         except OSError as error:
             found.append(f"{holder} {address}: {reason_of(error)}")
+    ports = {parse_address(address).port: holder for address, holder in holders.items()}
+    for url in (parse_engine_address(text).url for text in settings.engine):
+        there = address_of_url(url)
+        if there.host in _LOOPBACK and there.port in ports:
+            found.append(f"{holder_of(UpSettings, 'engine')} {url}: {ports[there.port]} has the same address")
     return found
 
 

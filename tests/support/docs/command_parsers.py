@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import subprocess
@@ -13,10 +14,11 @@ from typing import Any
 import typer.main
 import yaml
 
-from bench.__main__ import BENCHMARKS, LONG
+from bench.gpu.command import make_parser as gpu_parser
+from bench.named import BENCHMARKS, LONG
 from pointsman_cli import main as command_line_module
 from tests.support.repository import REPOSITORY
-from tools import check_deploy
+from tools import check_deploy, offline_install
 from tools.deploy_checks.kubectl import ensure_helm, ensure_kubectl
 
 COMPOSE = REPOSITORY / "deploy/compose"
@@ -153,6 +155,10 @@ def _make(arguments: list[str]) -> str:
 
 
 def _python(arguments: list[str]) -> str:
+    if arguments[:3] == ["-m", "bench", "gpu"]:
+        return _argparse(gpu_parser(), arguments[3:])
+    if arguments[0] == "parts/install.py":  # as `make gpu-wheels` copies it
+        return _argparse(offline_install.make_parser(), arguments[1:])
     if arguments[:2] == ["-m", "bench"]:
         unknown = set(arguments[2:]) - set(BENCHMARKS | LONG)
         return f"no benchmark is called {unknown.pop()}" if unknown else ""
@@ -160,6 +166,14 @@ def _python(arguments: list[str]) -> str:
         path = arguments[1].replace(".", "/")
         return "" if _file(f"{path}.py") or _file(f"{path}/__main__.py") else f"there is no module {arguments[1]}"
     return f"python {' '.join(arguments)}?"
+
+
+def _argparse(parser: argparse.ArgumentParser, arguments: list[str]) -> str:
+    try:
+        parser.parse_args(arguments)
+    except SystemExit:
+        return f"{parser.prog} {' '.join(arguments)}?"
+    return ""
 
 
 def _pytest(arguments: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""The connector's plug-in on vLLM's own schedulers without an engine: what it pushes of their steps, and what a step costs.
+"""The connector's plug-in on vLLM's own schedulers without an engine: what it pushes of their steps.
 
 A module for inside_vllm.py. The executor is a fake: each request's next token is 1.
 """
@@ -6,11 +6,7 @@ A module for inside_vllm.py. The executor is a fake: each request's next token i
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import time
 from collections import deque
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,15 +24,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 from pointsman_connector import engine_plugin
 
 BLOCK = 16
-# An agent's end of the socket.
-AGENT = """
-import sys, zmq
-socket = zmq.Context().socket(zmq.PULL)
-socket.bind(sys.argv[1])
-print("bound", flush=True)
-while True:
-    socket.recv()
-"""
 
 
 def play(model_folder: str, folder: str, *, asynchronous: bool, kv_blocks: int, prompts: list[int]) -> dict[str, Any]:
@@ -128,58 +115,3 @@ def _scheduler(model_folder: str, asynchronous: bool, kv_blocks: int) -> Any:
         block_size=BLOCK,
         log_stats=True,
     )
-
-
-class StubScheduler:
-    """Schedules and computes nothing: each step has the same requests."""
-
-    def __init__(self, decoding: int, prompts: int) -> None:
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_rank=0))
-        names = [f"r{number}" for number in range(decoding + prompts)]
-        self.requests = {name: SimpleNamespace(num_tokens=100_000, num_computed_tokens=50_000) for name in names}
-        self._new = [SimpleNamespace(req_id=name) for name in names[:prompts]]
-        self._amounts = dict.fromkeys(names, 1)
-
-    def schedule(self) -> Any:
-        return SimpleNamespace(
-            finished_req_ids=set(),
-            preempted_req_ids=set(),
-            scheduled_new_reqs=self._new,
-            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
-            num_scheduled_tokens=self._amounts,
-            total_num_scheduled_tokens=len(self._amounts),
-        )
-
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> None:
-        return None
-
-    def get_request_counts(self) -> tuple[int, int]:
-        return len(self.requests), 0
-
-    def get_kv_cache_usage(self) -> float:
-        return 0.5
-
-
-def cost_us(folder: str, *, decoding: int, prompts: int, steps: int, pause_s: float) -> list[float]:
-    """CPU time that the plug-in adds to a step: of the engine core's own thread, and of all threads, us. Between two steps there
-    is a pause, in which the message leaves for another process."""
-    address = f"ipc://{folder}/cost"
-
-    def took(scheduler: StubScheduler) -> tuple[float, float]:
-        process, thread = time.process_time(), time.thread_time()
-        for _ in range(steps):
-            scheduler.update_from_output(scheduler.schedule(), None)
-            time.sleep(pause_s)
-        return time.thread_time() - thread, time.process_time() - process
-
-    bare, observed = StubScheduler(decoding, prompts), StubScheduler(decoding, prompts)
-    agent = subprocess.Popen([sys.executable, "-c", AGENT, address], stdout=subprocess.PIPE)
-    assert agent.stdout is not None
-    with agent:
-        agent.stdout.readline()
-        engine_plugin.attach(observed, address)
-        assert "schedule" in vars(observed)
-        took(observed)
-        costs = [1e6 * (with_it - without) / steps for with_it, without in zip(took(observed), took(bare), strict=True)]
-        agent.kill()
-    return costs

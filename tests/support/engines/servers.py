@@ -71,6 +71,25 @@ Piece = bytes
 
 
 @dataclass(frozen=True)
+class Platform:
+    """What engines on one kind of device, with one model, are started with."""
+
+    flags: Mapping[str, object]  # with None: a flag without a value
+    env: Mapping[str, str]
+    kv_bytes_per_token: int
+
+
+CPU = Platform(
+    # bfloat16 attention uses AMX, which dies by SIGILL in some virtual machines.
+    {"--dtype": "float32", "--distributed-executor-backend": "uni", "--enforce-eager": None},
+    # Without this a CPU engine does not listen to "uni": its worker is a process of its own, which after each step looks for the
+    # next one without pause, for a second, at a whole core's cost.
+    {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    KV_BYTES_PER_TOKEN,
+)
+
+
+@dataclass(frozen=True)
 class EngineSpec:
     """What one server is started with.
 
@@ -89,6 +108,7 @@ class EngineSpec:
     model: Path | None = None  # None: the text model
     env: Mapping[str, str] = field(default_factory=dict)
     core: int | None = None  # None: any
+    platform: Platform = CPU
 
 
 @dataclass
@@ -119,14 +139,12 @@ class Engine:
             "--served-model-name": spec.served,
             "--host": "127.0.0.1",
             "--port": self.port,
-            # bfloat16 attention uses AMX, which dies by SIGILL in some virtual machines.
-            "--dtype": "float32",
-            "--distributed-executor-backend": "uni",
-            "--kv-cache-memory-bytes": spec.kv_capacity_tokens * KV_BYTES_PER_TOKEN,
+            "--kv-cache-memory-bytes": spec.kv_capacity_tokens * spec.platform.kv_bytes_per_token,
             "--block-size": spec.block_size,
             "--max-model-len": spec.max_model_len,
             "--kv-events-config": json.dumps(self.events),
             **({"--kv-transfer-config": json.dumps(spec.kv_transfer)} if spec.kv_transfer else {}),
+            **spec.platform.flags,
         }
         self.process = Process(
             name=f"engine {spec.name}",
@@ -136,8 +154,7 @@ class Engine:
                 str(ENGINE_PYTHON),
                 "-m",
                 "vllm.entrypoints.openai.api_server",
-                *(str(part) for flag in flags.items() for part in flag),
-                "--enforce-eager",
+                *(str(part) for flag in flags.items() for part in flag if part is not None),
                 "--enable-prompt-tokens-details",
                 *spec.extra_args,
             ],
@@ -149,9 +166,7 @@ class Engine:
                 **LOADING_ENVIRONMENT,
                 "VLLM_HOST_IP": "127.0.0.1",
                 "VLLM_ENABLE_RESPONSES_API_STORE": "1",
-                # Without this a CPU engine does not listen to "uni": its worker is a process of its own, which after each step
-                # looks for the next one without pause, for a second, at a whole core's cost.
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                **spec.platform.env,
                 **spec.env,
             },
             log=self.folder / f"engine-{spec.name}.log",

@@ -31,6 +31,7 @@ from tests.support.waiting import eventually
 
 # Event with which a vLLM begins a chat, and the one with which it aborts a generation when it is told to stop.
 BEGUN = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
+EMBEDDING = b"\x00\x00\x00?\x00\x00\x00\xbf"  # 0.5 and -0.5
 GIVEN_UP = b'data: {"choices":[{"index":0,"delta":{"content":""},"finish_reason":"abort"}]}\n\n'
 
 
@@ -109,6 +110,8 @@ class FakeEngine:
                 count = len(self.tokenizer.prompt(call).ids) if kind.generates else 9
             except Unrenderable:
                 count = 9
+            if body.get("encoding_format") in ("bytes", "bytes_only"):
+                return _in_bytes(body["encoding_format"])
             script = Script(kind, body, self.words, count, self.cached(body))
             if kind is Endpoint.RESPONSES:
                 if (before := body.get("previous_response_id", "")) not in ("", *self.stored):
@@ -164,6 +167,8 @@ class FakeEngine:
         await self._hang()
         if self.mode == "500":
             return web.Response(status=500, text="boom at 10.0.0.7")
+        if self.mode == "503":
+            return _scaling()
         return web.json_response({"input_tokens": 9} if "messages" in body else {"prompt": "x"})
 
     async def _hang(self) -> None:
@@ -177,6 +182,8 @@ class FakeEngine:
     async def stored_response(self, request: web.Request) -> web.StreamResponse:
         self.requests.append((request.path_qs, {}, dict(request.headers)))
         await self._hang()
+        if self.mode == "503":
+            return _scaling()
         found = self.stored.get(request.match_info["id"])
         if found is None:
             return _not_stored(request.match_info["id"])
@@ -208,6 +215,18 @@ class FakeEngine:
     async def stop_listening(self) -> None:
         """Stop accepting connections; open ones stay."""
         await self._site.stop()
+
+
+def _scaling() -> web.Response:
+    error = {"message": "scaling at 10.0.0.7", "type": "ServiceUnavailableError", "code": 503}
+    return web.json_response({"error": error}, status=503, headers={"Retry-After": "3"})
+
+
+def _in_bytes(encoding: str) -> web.Response:
+    """Return two float32 as vLLM answers with embeddings that are not encoded: its usage is in a header, or nowhere."""
+    metadata = {"id": "embd-1", "data": [{"index": 0, "start": 0, "end": 8}], "usage": {"prompt_tokens": 9}}
+    headers = {"metadata": json.dumps(metadata)} if encoding == "bytes" else None
+    return web.Response(body=EMBEDDING, content_type="application/octet-stream", headers=headers)
 
 
 async def _confess(answer: web.StreamResponse, kind: Endpoint) -> web.StreamResponse:

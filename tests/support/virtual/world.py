@@ -26,7 +26,6 @@ from pointsman_gateway.core.http_message import Headers, Request
 from pointsman_gateway.core.memory_budget import Holding, MemoryBudget
 from pointsman_gateway.core.pool_state import PoolState
 from pointsman_gateway.core.rate_limits import KeyCharge
-from pointsman_gateway.core.request.continuation import Continuations
 from pointsman_gateway.core.request.prepare import set_keys
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import RequestTimeouts
@@ -135,7 +134,7 @@ class GatewayNode:
             breakdown=LineLog(None),
             expose_placement=True,
             mark_session_ends=False,
-            continuations=Continuations(1 << 20),
+            kept_bodies=MemoryBudget(1 << 20),
         )
         await client.start()
 

@@ -71,7 +71,21 @@ def test_what_an_engine_wants_of_a_transfer() -> None:
     ],
 )
 def test_addresses_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match=r"engine|query|[Pp]ort|int"):
+    with pytest.raises(ValueError, match=r"engine|[Pp]ort"):
+        parse_engine_address(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("localhost:8000", "write http://HOST:PORT or https://HOST:PORT"),
+        ("http://h?evnts=tcp://a:1", "the unknown option evnts .known: advertise, bootstrap, events, "),
+        ("http://h?kv", "options are NAME=VALUE with & between, not 'kv'"),
+        ("http://h?gpus=all", "gpus are indices of devices with commas between, such as 0,1, not 'all'"),
+    ],
+)
+def test_what_to_write_instead_is_told(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
         parse_engine_address(text)
 
 

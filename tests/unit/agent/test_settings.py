@@ -32,7 +32,7 @@ def test_settings_that_cannot_work_name_the_field(engines: list[str], routers: l
 
 
 def test_an_agent_needs_an_engine_or_a_service_of_engines() -> None:
-    with pytest.raises(ValidationError, match="at least one engine, or a service of engines"):
+    with pytest.raises(ValidationError, match="engines or engine_services must be given"):
         AgentSettings(engines=[], routers=["r:1"])
     assert AgentSettings(engine_services=["llm/vllm:http"], routers=["r:1"]).engines == []
     with pytest.raises(ValidationError) as error:

@@ -84,6 +84,7 @@ def test_a_router_that_is_not_there_is_one_sentence(listens: bool) -> None:
         app = typer.Typer()
         fleet_commands.add_fleet_commands(app)
         done = CliRunner().invoke(app, ["instances", "--router", router])
-    said = "what listens there is no router" if listens else "nothing listens there"
+    remedy = "start it, or name another one with --router HOST:PORT"
+    said = "what listens there is no router" if listens else f"nothing listens there: {remedy}"
     assert done.output.startswith(f"pointsman: router {router} cannot be reached: {said}")
     assert done.output.count("\n") == 1

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from pointsman_agent.io.settings import AgentSettings
+from pointsman_cli import up
 from pointsman_cli.one_process_settings import OneProcessSettings
 from pointsman_cli.up import (
     LOG_LEVELS,
@@ -22,7 +25,7 @@ from pointsman_cli.up import (
     unusable_addresses,
     with_ports,
 )
-from pointsman_common.io.settings import InvalidSetting, holder_of
+from pointsman_common.io.settings import InvalidSetting, add_settings_command, holder_of
 from pointsman_gateway.io.settings import GatewaySettings
 from pointsman_lab.live.demo_command import DemoSettings, given_flags
 from pointsman_router.io.settings import RouterSettings
@@ -118,6 +121,35 @@ def test_one_address_is_not_given_twice() -> None:
         engine=[ENGINE], listen="127.0.0.1:0", console="127.0.0.1:9102", router_metrics="127.0.0.1:9102"
     )
     assert unusable_addresses(settings)[-1] == "--console 127.0.0.1:9102: --router-metrics has the same address"
+
+
+def test_no_address_of_its_own_is_an_engine_s() -> None:
+    given: dict[str, Any] = dict.fromkeys(("picker", "router_metrics", "console", "agent_metrics"), "")
+    settings = UpSettings(engine=["http://localhost:8080?gpus=0", "http://b:8080"], listen="0.0.0.0:8080", **given)
+    assert unusable_addresses(settings)[-1] == "--engine http://localhost:8080: --listen has the same address"
+
+
+@pytest.mark.parametrize(
+    ("ports", "said"),
+    [(0, "no port listens on this host; give the URL"), (3, "none of the 3 ports that listen on this host is a vLLM")],
+)
+def test_without_an_engine_it_is_told_what_to_give(ports: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "find_engines", lambda without: ([], ports))
+    with pytest.raises(InvalidSetting, match=said) as invalid:
+        up.run_up(UpSettings())
+    assert invalid.value.field == "engine"
+    assert "as http://HOST:PORT" in invalid.value.message
+
+
+def test_settings_that_do_not_fit_together_are_named_by_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such an error is of no single field, and ended in a traceback."""
+    monkeypatch.setenv("POINTSMAN_GATEWAY_TLS_CERT", "cert.pem")
+    app = typer.Typer()
+    add_settings_command(app, "up", UpSettings, up.run_up, help_="Run.")
+    done = CliRunner().invoke(app, ["--engine", ENGINE])
+    variables = [f"POINTSMAN_GATEWAY_TLS_{name}" for name in ("CERT", "KEY", "CLIENT_CA")]
+    said = "pointsman up: {} and {} belong together, and {} needs both\n".format(*variables)
+    assert (done.exit_code, done.output) == (2, said)
 
 
 class Told(LocalFleet):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -56,3 +57,29 @@ def test_on_a_terminal_a_line_is_time_level_event_and_fields(
     assert ("\x1b[" in first) is coloured
     plain = re.sub(r"\x1b\[[0-9;]*m", "", first)
     assert re.fullmatch(r"\d\d:\d\d:\d\d \[info +\] one +engine=http://e:1 service=service\n", plain)
+
+
+LIBRARIES = """
+import logging
+from pointsman_common.io.logs import configure_logs
+class Sent(Exception):
+    code = 400
+configure_logs("service")
+log = logging.getLogger("aiohttp.server")
+log.info("nothing")
+log.warning("late by %d s", 3)
+for error in (Sent(), ValueError("no")):
+    try:
+        raise error
+    except Exception:
+        log.exception("a request failed")
+"""
+
+
+def test_what_libraries_warn_of_is_a_line_as_any_other() -> None:
+    """aiohttp's server wrote a traceback for each client that spoke another protocol."""
+    done = subprocess.run([sys.executable, "-c", LIBRARIES], check=True, capture_output=True, text=True, timeout=60)
+    warned, failed = map(json.loads, done.stderr.splitlines())
+    assert (warned["level"], warned["event"], warned["logger"]) == ("warning", "late by 3 s", "aiohttp.server")
+    assert (failed["level"], failed["event"]) == ("error", "a request failed")
+    assert failed["exception"].endswith("ValueError: no")

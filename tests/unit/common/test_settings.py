@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import pytest
 import typer
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from typer.testing import CliRunner, Result
 
@@ -295,3 +295,25 @@ def test_a_file_that_cannot_be_used_is_told_with_its_setting(monkeypatch: pytest
     monkeypatch.setenv("POINTSMAN_FILES_KEYS_FILE", str(absent))
     assert reason_with_setting(error.value, Files()) == said.replace("--keys-file", "POINTSMAN_FILES_KEYS_FILE")
     assert reason_with_setting(ValueError("x"), Files()) == "x"
+    # As errors of a file's content begin.
+    line = ValueError(f"{absent}:1: expected TENANT:KEY")
+    assert reason_with_setting(line, Files()) == f"POINTSMAN_FILES_KEYS_FILE {absent}:1: expected TENANT:KEY"
+
+
+def test_settings_that_do_not_fit_together_are_told_with_what_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class RangeSettings(BaseSettings):
+        model_config = SettingsConfigDict(env_prefix="POINTSMAN_RANGE_")
+        least: int = Field(1, description="least")
+        most_of_all: int = Field(2, description="most")
+
+        @model_validator(mode="after")
+        def _in_order(self) -> Self:
+            if self.least > self.most_of_all:
+                raise ValueError("least must be at most most_of_all")
+            return self
+
+    app = typer.Typer()
+    add_settings_command(app, "range", RangeSettings, lambda _: None, help_="Be a range.")
+    done = CliRunner().invoke(app, ["--least", "3"])
+    said = "pointsman range: --least must be at most POINTSMAN_RANGE_MOST_OF_ALL\n"
+    assert (done.exit_code, done.output) == (2, said)

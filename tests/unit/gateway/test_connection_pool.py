@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -46,7 +47,7 @@ async def test_an_answer_is_the_same_however_it_is_cut(framed: bytes) -> None:
             answer = await ask(there, here)
             assert (answer.status, await whole(answer)) == (200, b"hello"), at
         assert there.connections == (at if framed is UNFRAMED else 1)
-        assert answer.media_type == ("text/plain" if framed is WHOLE else "")
+        assert answer.headers.media_type == ("text/plain" if framed is WHOLE else "")
         assert there.requests[0].startswith(b"POST /path HTTP/1.1\r\nHost: 127.0.0.1:")
         assert b"\r\nX-A: b  c: d\r\nContent-Length: 4\r\n\r\nbody" in there.requests[0]
 
@@ -148,7 +149,7 @@ async def test_nobody_who_reads_means_nothing_is_read() -> None:
         large = 20 * HIGH_WATER
         there.answers = [[b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % large, b"x" * large]]
         answer = await ask(there, here)
-        while not answer._paused:  # noqa: ASYNC110
+        while not answer.paused:  # noqa: ASYNC110
             await asyncio.sleep(0)
         held = len(answer.arrived)
         assert HIGH_WATER < held < 3 * HIGH_WATER
@@ -270,9 +271,10 @@ async def _piped(pieces: list[bytes], refuse: bytes) -> list[bytes]:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     answer = await asking
+    taker: Any = Taker()
     piping = asyncio.create_task(
         answer.pipe(
-            got.append, Passthrough(lambda chunk: chunk if refuse not in chunk.partition(b"\r\n")[2] else b"", Taker())
+            got.append, Passthrough(lambda chunk: chunk if refuse not in chunk.partition(b"\r\n")[2] else b"", taker)
         )
     )
     await asyncio.sleep(0)
@@ -296,7 +298,8 @@ async def test_ordinary_chunks_need_no_parser() -> None:
     class Taker:
         send = taken.append
 
-    piping = asyncio.create_task((await asking).pipe(parsed.append, Passthrough(lambda chunk: chunk, Taker())))
+    taker: Any = Taker()
+    piping = asyncio.create_task((await asking).pipe(parsed.append, Passthrough(lambda chunk: chunk, taker)))
     await asyncio.sleep(0)
     for _ in range(5):
         connection.data_received(chunk)

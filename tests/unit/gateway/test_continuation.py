@@ -18,7 +18,7 @@ from pointsman_gateway.core.api.continuable import is_continuable
 from pointsman_gateway.core.api.parse import parse
 from pointsman_gateway.core.request.attempt import Attempt
 from pointsman_gateway.core.request.attempt_end_reports import finished
-from pointsman_gateway.core.request.continuation import Continuations, continued_placement, ids_of, with_answer_record
+from pointsman_gateway.core.request.continuation import continued_placement, ids_of, with_answer_record
 from pointsman_gateway.core.request.prepare import set_keys
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import Outcome, ReportFinished
@@ -214,14 +214,6 @@ def test_the_rest_is_placed_by_the_tokens_of_the_prompt_and_the_answer(prompt_to
     assert request.continues_session
     assert not request.sliceable_tokens
     assert list(placement.keys) == prompt_keys(ids, "m"), "the first placement is unchanged"
-
-
-def test_so_many_answers_are_continued_in_a_minute() -> None:
-    continuations = Continuations(1 << 20, 60)
-    assert sum(continuations.may_continue(100.0) for _ in range(100)) == 60
-    assert not continuations.may_continue(100.5)
-    assert continuations.may_continue(101.6)
-    assert not Continuations(1 << 20, 0).may_continue(5.0)
 
 
 def test_the_router_is_told_of_the_rest_and_the_client_of_the_whole() -> None:

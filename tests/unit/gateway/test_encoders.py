@@ -85,7 +85,7 @@ def test_one_character_of_another_class_is_a_difference() -> None:
     """The libraries' tables of characters are of different versions of Unicode."""
     tokenizer = model(_split_by(MARKS))
     fast = FastEncoder(_fast_of(tokenizer), TokenCache(0))
-    assert fast.encode(["a \u180e"]) != [tokenizer.whole("a \u180e")] or tokenizer.is_fast
+    assert fast.encode("a \u180e") != tokenizer.whole("a \u180e") or tokenizer.is_fast
     assert all(
         tokenizer.text(text, add_special_tokens=False) == tokenizer.whole(text).tolist() for text in ["a\u180eb"]
     )
@@ -119,8 +119,8 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> ModelTokenizer:
     assert isinstance(fast, FastEncoder)
     encode = fast.encode
 
-    def encoded(pieces: list[str], **kwargs: bool) -> list[Any]:
-        return [array("I", [1]) if "points" in piece else encode([piece], **kwargs)[0] for piece in pieces]
+    def encoded(piece: str, **kwargs: bool) -> Any:
+        return array("I", [1]) if "points" in piece else encode(piece, **kwargs)
 
     monkeypatch.setattr(fast, "encode", encoded)
     return tokenizer
@@ -208,7 +208,7 @@ def test_a_failure_of_the_fast_library_switches_back(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(tokenizer.encoder, "_tokenizer", Broken())
     with pytest.raises(FastEncoderError):
-        tokenizer.encoder.encode(["a"])
+        tokenizer.encoder.encode("a")
     assert tokenizer.text("the points", add_special_tokens=False) == tokenizer.whole("the points").tolist()
     assert not tokenizer.is_fast
 

@@ -27,7 +27,7 @@ class Page:
         self.metrics.used("tenant", model, RequestUsage(prompt_tokens=3))
         self.metrics.placed_without_keys(model)
         self.metrics.token_counts_differ(model)
-        self.metrics.tokenizer_is_exact(model, True)
+        self.metrics.tokenizer_is(model, exact=True, fast=None)
 
     def samples(self) -> dict[tuple[str, str], float]:
         """(name, model) -> value, of all samples with a model."""

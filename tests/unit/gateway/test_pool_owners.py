@@ -37,3 +37,11 @@ def test_a_router_that_claims_a_pool_of_a_newer_owner_is_named() -> None:
     owners.begin("2", "two", claims("two", 2))
     ((address, model, owner),) = owners.outdated_claims()
     assert (address, model, owner.router_id, owner.epoch) == ("1", "m", "two", 2)
+
+
+def test_of_two_pools_that_serve_a_name_the_first_one_by_name_has_it() -> None:
+    """As for routers, in whatever order they describe the pools."""
+    owners = PoolOwners()
+    pools = [placement_pb2.Pool(model=model, served_names=["both"], lora_names=["red"]) for model in ("n", "m")]
+    owners.begin("1", "one", placement_pb2.Fleet(pools=pools))
+    assert [owners.pool_of(name) for name in ("both", "red", "n", "other")] == ["m", "m", "n", "other"]

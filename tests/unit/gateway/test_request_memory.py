@@ -161,7 +161,7 @@ def test_no_long_piece_is_encoded(models: dict[str, ModelTokenizer]) -> None:
         raw = json.dumps({"model": "m", "prompt": "a" * length}).encode()
         call = parse(Endpoint.COMPLETION, raw, light_body=decode_light(raw))
         with nullcontext() if length == most else pytest.raises(Unrenderable):
-            assert models["plain"].prepare(call).longest_missing == length
+            assert models["plain"].prepare(call).longest == length
 
 
 def schema_of_an_agent(tools: int) -> list[dict[str, object]]:
@@ -189,4 +189,4 @@ def test_what_agents_send_is_rendered(models: dict[str, ModelTokenizer], templat
         messages = [*turn * (turns // 2), {"role": "user", "content": text}]
         body = {"model": "m", "messages": messages, "tools": schema_of_an_agent(tools)}
         raw = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-        assert prepared(raw, Endpoint.CHAT, models[template])[1].missing_chars
+        assert prepared(raw, Endpoint.CHAT, models[template])[1].longest

@@ -14,7 +14,7 @@ from pointsman_gateway.core.request.attempt import Attempt
 from pointsman_gateway.core.request.gen_ai_attributes import request_attributes
 from pointsman_gateway.core.request.request_events import StepAssigned, Target
 from pointsman_gateway.core.request.request_spans import attempt_spans, request_span
-from pointsman_gateway.core.request_trace import placement_context, step_context
+from pointsman_gateway.core.request_trace import RequestTrace
 from pointsman_gateway.core.streaming.parse_stream_end import Usage
 
 REQUEST = SpanContext(7, 8, True)
@@ -27,11 +27,9 @@ CHAT: dict[str, Value] = {
 # Every name that the conventions have, in the version that is installed here.
 CONVENTIONS = {value for name, value in vars(conventions).items() if name.startswith("GEN_AI_")}
 P, D = Target("p:1", "http://p:1"), Target("d:1", "http://d:1")
-
-
-def clock(moment: float) -> int:
-    """Monotonic s as unix ns, of a clock that began at 1,000 s."""
-    return int((1_000 + moment) * 1e9)
+# Its clock began at 1,000 s. Its body had come at 1 s.
+TRACE = RequestTrace(REQUEST, 5, lambda spans: None, 1.0, 1_000 * 10**9)
+TRACE.asked = CHAT
 
 
 def at(span: Span) -> tuple[float, float]:
@@ -47,11 +45,11 @@ def test_a_request_is_asked_about_and_served() -> None:
     attempt.begin_placement("r", 1.0)
     attempt.begin_step(StepAssigned("r", D, decision_id="d-1", cached_tokens=80), 2.0)
     attempt.sent_at, attempt.first_byte_at = 2.5, 3.0
-    place, serve = attempt_spans(REQUEST, attempt, CHAT, "", 100, 9.0, clock)
+    place, serve = attempt_spans(TRACE, attempt, "", 100, 9.0)
     assert (place.name, place.kind, place.context, place.parent_id) == (
         "place",
         SpanKind.CLIENT,
-        placement_context(REQUEST, "r"),
+        TRACE.placement_context("r"),
         8,
     )
     assert (at(place), at(serve)) == ((1.0, 2.0), (2.0, 9.0))
@@ -63,7 +61,7 @@ def test_a_request_is_asked_about_and_served() -> None:
         "pointsman.new_tokens": 20,
         "pointsman.degraded": False,
     }
-    assert (serve.name, serve.context, serve.parent_id, serve.error) == ("chat m", step_context(REQUEST, "r", 0), 8, "")
+    assert (serve.name, serve.context, serve.parent_id, serve.error) == ("chat m", TRACE.step_context("r", 0), 8, "")
     assert moments(serve) == {"sent": 2.5, "first token": 3.0}
     assert serve.attributes == CHAT | {
         "pointsman.request_id": "r",
@@ -126,7 +124,7 @@ def test_each_step_of_a_plan_has_its_span_and_a_pull_is_part_of_its_serve() -> N
     attempt.begin_step(serve, 4.1)
     attempt.begin_step(serve, 5.0)  # pulled, and now served
     attempt.sent_at = 5.0
-    spans = attempt_spans(REQUEST, attempt, CHAT, "the stream ended early", 9_100, 6.0, clock)
+    spans = attempt_spans(TRACE, attempt, "the stream ended early", 9_100, 6.0)
     assert [(span.name, at(span)) for span in spans[1:]] == [
         ("prefill", (2.0, 3.0)),
         ("prefill", (3.1, 4.0)),
@@ -143,7 +141,7 @@ def test_a_fetch_is_a_prefill_that_names_its_source() -> None:
     attempt.begin_step(StepAssigned("r", D, 0, prefill_tokens=640, kv_source=P), 2.0)
     attempt.end_step("the prefix did not arrive", 3.0)
     attempt.begin_step(StepAssigned("r", D, 1), 3.5)
-    _, fetch, serve = attempt_spans(REQUEST, attempt, CHAT, "", 900, 4.0, clock)
+    _, fetch, serve = attempt_spans(TRACE, attempt, "", 900, 4.0)
     assert (fetch.name, at(fetch), fetch.error) == ("prefill", (2.0, 3.0), "the prefix did not arrive")
     assert fetch.attributes == {
         "pointsman.request_id": "r",
@@ -162,7 +160,7 @@ def test_a_step_that_was_sent_ahead_begins_when_it_was_sent() -> None:
     attempt.early_sent_at = attempt.sent_at = 2.1
     attempt.end_step("", 3.0)
     attempt.begin_step(StepAssigned("r", D, 1, kv_source=P), 3.1)
-    prefill, serve = attempt_spans(REQUEST, attempt, CHAT, "", 100, 4.0, clock)[1:]
+    prefill, serve = attempt_spans(TRACE, attempt, "", 100, 4.0)[1:]
     assert (at(prefill), at(serve)) == ((2.0, 3.0), (2.1, 4.0))
     assert moments(serve) == {"sent": 2.1}
 
@@ -173,23 +171,26 @@ def test_a_step_that_fails_says_so_itself() -> None:
     attempt.begin_step(StepAssigned("r.1", P, 0, prefill_tokens=96, kv_target=D), 2.0)
     attempt.end_step("deadline", 3.0)
     attempt.begin_step(StepAssigned("r.1", D, 1), 3.5)
-    assert [span.error for span in attempt_spans(REQUEST, attempt, CHAT, "", 100, 4.0, clock)] == ["", "deadline", ""]
+    assert [span.error for span in attempt_spans(TRACE, attempt, "", 100, 4.0)] == ["", "deadline", ""]
 
 
 def test_a_question_without_a_placement_has_the_refusal() -> None:
     attempt = Attempt()
     attempt.begin_placement("r", 1.0)
     attempt.begin_placement("r", 1.5)  # of this gateway itself, when the router was gone
-    (place,) = attempt_spans(REQUEST, attempt, CHAT, "No instance is ready.", 100, 2.0, clock)
+    (place,) = attempt_spans(TRACE, attempt, "No instance is ready.", 100, 2.0)
     assert (at(place), place.error) == ((1.0, 2.0), "No instance is ready.")
     assert place.attributes == {"pointsman.request_id": "r"}
 
 
 def test_a_request_tells_its_route_status_and_when_it_was_tokenised() -> None:
-    span = request_span(REQUEST, 5, "/v1/messages", 200, 1.0, 1.25, 4.0, clock, **{"gen_ai.request.model": "m"})
+    trace = RequestTrace(REQUEST, 5, lambda spans: None, 1.0, 1_000 * 10**9)
+    refused = request_span(trace, "/v1/messages", "", 503, 4.0)
+    assert (refused.events, refused.error) == ((), "status 503")
+    assert "gen_ai.request.model" not in refused.attributes
+    trace.prepared("r", CHAT, 1.25)
+    span = request_span(trace, "/v1/messages", "m", 200, 4.0)
     assert (span.name, span.kind, span.parent_id, at(span)) == ("POST /v1/messages", SpanKind.SERVER, 5, (1.0, 4.0))
     assert moments(span) == {"tokenised": 1.25}
-    assert span.attributes["gen_ai.request.model"] == "m"
+    assert (span.attributes["gen_ai.request.model"], span.attributes["pointsman.request_id"]) == ("m", "r")
     assert not span.error
-    refused = request_span(REQUEST, 0, "/v1/messages", 503, 1.0, 0.0, 4.0, clock)
-    assert (refused.events, refused.error) == ((), "status 503")

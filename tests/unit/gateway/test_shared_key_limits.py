@@ -36,7 +36,7 @@ def test_three_processes_admit_what_one_would(
 ) -> None:
     file = tmp_path_factory.mktemp("shared") / "limits"
     usage_file = [SharedKeyLimitsFile(file, number, 3) for number in range(3)]
-    several, alone = [RateLimiter(usage_store.store) for usage_store in usage_file], RateLimiter()
+    several, alone = [RateLimiter(usage_store.usage_of) for usage_store in usage_file], RateLimiter()
     open_ones: list[tuple[KeyCharge, KeyCharge]] = []
     now = 0.0
     for who, key, close, tokens, pause in steps:
@@ -64,7 +64,7 @@ def test_three_processes_admit_what_one_would(
 
 def test_more_keys_than_there_was_room_for(file: Path) -> None:
     usage_file = [SharedKeyLimitsFile(file, number, 2) for number in range(2)]
-    one, other = (RateLimiter(store.store) for store in usage_file)
+    one, other = (RateLimiter(store.usage_of) for store in usage_file)
     for key in range(200):
         one.admit(digest(key), RateLimits(in_flight=1), 0.0)
     for key in range(200):
@@ -77,8 +77,8 @@ def test_more_keys_than_there_was_room_for(file: Path) -> None:
 def test_what_a_dead_process_had_in_flight_is_over_when_it_is_replaced(file: Path) -> None:
     first, second = SharedKeyLimitsFile(file, 0, 2), SharedKeyLimitsFile(file, 1, 2)
     limits = RateLimits(requests_per_minute=3, in_flight=2)
-    RateLimiter(first.store).admit(digest(0), limits, 0.0)
-    living = RateLimiter(second.store)
+    RateLimiter(first.usage_of).admit(digest(0), limits, 0.0)
+    living = RateLimiter(second.usage_of)
     living.admit(digest(0), limits, 0.0)
     with pytest.raises(RateLimited, match="in flight"):
         living.admit(digest(0), limits, 0.0)
@@ -93,7 +93,7 @@ def test_what_a_dead_process_had_in_flight_is_over_when_it_is_replaced(file: Pat
 
 def _admit_many(file: Path, number: int, tries: int) -> int:
     usage_file = SharedKeyLimitsFile(file, number, 2)
-    limiter, admitted = RateLimiter(usage_file.store), 0
+    limiter, admitted = RateLimiter(usage_file.usage_of), 0
     for _ in range(tries):
         try:
             limiter.admit(digest(0), RateLimits(requests_per_minute=1_000), 0.0).close()
@@ -114,7 +114,7 @@ def test_a_key_is_a_digest(file: Path) -> None:
     usage_file = SharedKeyLimitsFile(file, 0, 1)
     for bad in (b"", b"k", bytes(32)):
         with pytest.raises(ValueError, match="digest"):
-            usage_file.store(bad)
+            usage_file.usage_of(bad)
     usage_file.close()
 
 
@@ -122,7 +122,7 @@ def test_the_disk_has_given_all_that_is_mapped(file: Path) -> None:
     """All mapped blocks must be allocated. A write to a block that a full disk cannot allocate ends the process by SIGBUS."""
     usage_file = SharedKeyLimitsFile(file, 0, 2)
     for name in range(200):
-        usage_file.store(digest(name))
+        usage_file.usage_of(digest(name))
         status = file.stat()
         assert status.st_blocks * 512 >= status.st_size
     usage_file.close()

@@ -241,10 +241,9 @@ def test_a_known_conversation_costs_only_what_is_new() -> None:
     turns = [("system", "S" * 400), ("user", "U" * 400), ("assistant", "A" * 400)]
 
     def missing(turns: list[tuple[str, str]]) -> int:
-        call = parse(Endpoint.CHAT, json.dumps({"model": "m", **chat(turns)}).encode())
-        unread = tokenizer.prepare(call)
-        unread.tokenize()
-        return unread.missing_chars
+        call, before = parse(Endpoint.CHAT, json.dumps({"model": "m", **chat(turns)}).encode()), cache.misses
+        tokenizer.prepare(call).tokenize()
+        return cache.misses - before
 
     assert missing(turns[:2]) > 800
     assert missing(turns[:2]) == 0
@@ -255,7 +254,7 @@ def test_a_known_conversation_costs_only_what_is_new() -> None:
 
 @pytest.mark.usefixtures("_by_library")
 async def test_many_known_pieces_are_put_together_in_a_thread() -> None:
-    """The event loop serves others meanwhile: putting 100,000 messages' tokens together takes milliseconds."""
+    """The event loop serves others meanwhile: putting 20,000 messages' tokens together takes milliseconds."""
     tokenizer, _ = tokenizer_families.model("qwen", TokenCache(LIMIT))
     in_thread: list[int] = []
 
@@ -267,7 +266,6 @@ async def test_many_known_pieces_are_put_together_in_a_thread() -> None:
             in_thread.append(messages)
             return work()
 
-        assert messages == 1 or pending.missing_chars == 0
         return await pending.tokenize_by(run)
 
     assert (await tokens(1, 0)).lengths[0] < 30

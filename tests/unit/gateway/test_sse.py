@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from pointsman_gateway.core.api import Endpoint, ErrorFormat, begins_with_error, redact_error_event
 from pointsman_gateway.core.request.own_prefills import OwnPrefills
 from pointsman_gateway.core.streaming import sse
-from pointsman_gateway.core.streaming.parse_stream_end import StreamEnd, Usage
+from pointsman_gateway.core.streaming.parse_stream_end import TAIL_BYTES, StreamEnd, Usage
 from pointsman_gateway.core.streaming.sse import MAX_CORRECTED_BYTES, MAX_HELD_BYTES, SseFilter
-from pointsman_gateway.core.streaming.stream_tail import TAIL_BYTES
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
 

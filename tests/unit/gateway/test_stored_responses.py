@@ -77,3 +77,4 @@ def test_what_an_engine_lost_by_a_restart_differs_from_what_it_never_had() -> No
 def test_an_unknown_response_is_told_from_an_unknown_model(body: dict[str, Any], says: bool) -> None:
     assert says_not_stored(json.dumps(body).encode()) is says
     assert not says_not_stored(b"<html>")
+    assert not says_not_stored(b'{"error":{"param":"\xff"}}')

@@ -154,7 +154,7 @@ async def test_a_light_body_with_a_large_prompt_waits_for_a_turn_as_large_bodies
 
     async def hold() -> None:
         ends.append(end := asyncio.Event())
-        async with preparer.large_turn(ANYONE):
+        async with preparer.large_turns.turn(ANYONE):
             await end.wait()
 
     call = SimpleNamespace(light=True, payload=b"x")
@@ -162,7 +162,7 @@ async def test_a_light_body_with_a_large_prompt_waits_for_a_turn_as_large_bodies
     context: Any = SimpleNamespace(call=call, client=ANYONE, state=SimpleNamespace(pool=pool))
     tokenizer: Any = Rendering()
     try:
-        holding = [asyncio.create_task(hold()) for _ in range(preparer._large_prompts._free)]
+        holding = [asyncio.create_task(hold()) for _ in range(preparer.large_turns._free)]
         rendering = asyncio.create_task(preparer._tokens(context, tokenizer))
         for _ in range(100):
             await asyncio.sleep(0)
@@ -186,7 +186,7 @@ async def test_a_large_piece_is_encoded_alone() -> None:
 
     class Pending:
         def __init__(self, longest: int) -> None:
-            self.longest_missing = longest
+            self.longest = longest
 
         async def tokenize_by(self, run_in_thread: Any) -> None:
             await run_in_thread(lambda: names.append(threading.current_thread().name))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman_gateway.core.api import ApiCall, ClientRules, Endpoint, parse
+from pointsman_gateway.core.api import ApiCall, ClientRules, Endpoint, parse, with_fields
 from pointsman_gateway.core.request import transfer_params as kv
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -72,11 +72,11 @@ def test_a_slice_carries_model_and_salt() -> None:
     st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=8) | st.none(), max_size=5),
     st.sampled_from([b"", b" ", b"\n"]),
 )
-def test_params_are_added_and_all_else_stays(fields: dict[str, Any], space: bytes) -> None:
+def test_fields_are_added_and_all_else_stays(fields: dict[str, Any], space: bytes) -> None:
     fields.pop("kv_transfer_params", None)
     payload = space + json.dumps(CHAT | fields).encode() + space
-    transfer = kv.KvTransferParams({"transfer_id": "t"})
-    assert json.loads(kv.with_params(payload, transfer)) == CHAT | fields | {"kv_transfer_params": {"transfer_id": "t"}}
+    added = {"kv_transfer_params": {"transfer_id": "t"}}
+    assert json.loads(with_fields(payload, added)) == CHAT | fields | added
 
 
 @given(st.binary(max_size=60))

@@ -325,7 +325,6 @@ def test_a_malformed_trace_is_named_by_file_line_and_field(trace: Path, tmp_path
     assert "turn" in result.output
 
 
-@pytest.mark.timeout(300)
 def test_ctrl_c_ends_the_command_with_what_it_has(tmp_path: Path) -> None:
     """A real process group, as a terminal has: SIGINT reaches parent and children alike."""
     save_trace(tmp_path / "t.jsonl", generate(10, 5.0, seed=1))

@@ -166,6 +166,22 @@ def test_an_idle_engine_and_full_hits_are_no_evidence_against_events() -> None:
     assert world.source() is EVENTS
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_blocks_that_are_evicted_as_soon_as_their_answer_has_begun_are_no_evidence_against_events(sparse: bool) -> None:
+    """A full cache: the answer's blocks were told before it began, and make way for the next prompt at once."""
+    world = proven(sparse_prefixes=sparse)
+    for number in range(1, 20):
+        world.now += 1.0
+        assert isinstance(place(world.router, request(f"r{number}", prompt=prompt(number)), world.now), ev.Placed)
+        world.tell(keys(number))
+        world.router.handle(ev.FirstToken(f"r{number}"), world.now)
+        world.router.handle(ev.Finished(f"r{number}", "OK", cached_tokens=0), world.now)
+        world.tell([], keys(number))
+    world.now += SETTLE_S
+    world.speak()
+    assert (world.source(), record_of(world.router).trust.doubted) == (EVENTS, False)
+
+
 def test_blocks_of_which_removal_was_told_and_that_answers_use_contradict_events() -> None:
     world = proven()
     for number in range(1, 6):

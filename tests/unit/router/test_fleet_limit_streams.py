@@ -188,7 +188,7 @@ class Streams(RuleBasedStateMachine):
                 lease = known.leases.get(gateway.name) if known is not None else None
                 if lease is None or lease.heard_at < self.now:
                     continue
-                with account.store.open() as usage:
+                with account.open() as usage:
                     if self.limits.requests_per_minute:
                         assert lease.requests == pytest.approx(usage.requests.level, abs=1e-6)
                     if self.limits.tokens_per_minute:

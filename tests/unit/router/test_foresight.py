@@ -24,7 +24,7 @@ from tests.support.router_values import candidate, request
 # Each new token takes 1 ms, whatever is cached before it. So u, the mean cost of a request of 1,000 tokens, is 1 s.
 CURVE = PrefillCurve(0.0, 1e-3, 0.0)
 RNG = random.Random(0)
-SLICES = Foresight(slice_factor=1.5, slice_min_tokens=16, heavy_wait_factor=0.8)
+SLICES = Foresight(slice_factor=1.5, slice_min_tokens=16, wait_factor=0.8)
 
 
 def seen(
@@ -77,10 +77,12 @@ def test_attention_counts_what_is_cached() -> None:
 
 
 def test_a_light_one_waits_in_the_router_where_its_engine_is_busy() -> None:
-    assert rule(1_400, one("a", 1_400, open_tokens=1_500)).reason == "at_once"
-    held = rule(1_400, one("a", 1_400, open_tokens=1_600))
-    assert (held.steps, held.reason) == ((), "held")
+    assert rule(1_400, one("a", 1_400, open_tokens=1_600)).reason == "at_once", "it is the next one there"
+    held = rule(1_400, one("a", 1_400, queue=((800, 0), (800, 0))))
+    assert (held.steps, held.reason, held.waits_for) == ((), "held", "a")
     assert held.queue_penalty_s == pytest.approx(1.4)
+    short = one("a", 1_400, queue=((40, 0),) * 10)
+    assert rule(1_400, short).reason == "at_once", "all of them take less than what may be ahead"
 
 
 def test_requests_that_are_held_for_an_instance_go_before() -> None:
@@ -91,7 +93,7 @@ def test_requests_that_are_held_for_an_instance_go_before() -> None:
 
 
 def test_it_waits_for_its_own_cache_rather_than_compute_all_elsewhere() -> None:
-    result = rule(10_000, one("a", 10_000, cached=9_800, open_tokens=2_000), one("b", 10_000))
+    result = rule(10_000, one("a", 10_000, cached=9_800, queue=((1_000, 0), (1_000, 0))), one("b", 10_000))
     assert result.reason == "held"
     assert min(result.scores, key=lambda name: result.scores[name]) == "a"
 

@@ -69,15 +69,22 @@ def parse_engine_address(text: str) -> EngineAddress:
     """Parse an engine's URL and options. Raises ValueError with the reason if they are invalid."""
     parts = urlsplit(text)
     url = _base(text, urlunsplit((parts.scheme, parts.netloc, parts.path, "", "")))
-    options = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
-    if unknown := set(options) - _OPTIONS:
-        raise ValueError(f"unknown option {', '.join(sorted(unknown))} of engine {url}")
+    try:
+        options = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
+    except ValueError:
+        raise ValueError(f"engine {url}: options are NAME=VALUE with & between, not {parts.query!r}") from None
+    if unknown := sorted(set(options) - _OPTIONS):
+        raise ValueError(
+            f"engine {url} has the unknown option {', '.join(unknown)} (known: {', '.join(sorted(_OPTIONS))})"
+        )
     for name in ("events", "replay"):
         if name in options and not options[name].startswith(ZMQ_SCHEMES):
             raise ValueError(f"engine {url}: {name} is no ZMQ address: {options[name]!r}")
     if "replay" in options and "events" not in options:
         raise ValueError(f"engine {url} has a replay address without an events address")
     gpus = options.get("gpus")
+    if gpus is not None and not all(index.isascii() and index.isdigit() for index in gpus.split(",") if index):
+        raise ValueError(f"engine {url}: gpus are indices of devices with commas between, such as 0,1, not {gpus!r}")
     advertise = _base(text, options["advertise"]) if "advertise" in options else url
     kv = options.get("kv", "")
     if kv and kv not in KV_PROTOCOLS:
@@ -120,6 +127,6 @@ def offset_port(endpoint: str, rank: int) -> str:
 def _base(text: str, url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"not an engine URL: {text!r}")
+        raise ValueError(f"not an engine URL: {text!r}; write http://HOST:PORT or https://HOST:PORT")
     parts.port  # noqa: B018 - raises ValueError for an invalid port
     return url.rstrip("/")

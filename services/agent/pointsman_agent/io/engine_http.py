@@ -249,6 +249,8 @@ def _failed(path: str, error: Exception) -> ProbeError:
         return ProbeError(
             f"{path}: the engine's certificate is not trusted ({error.certificate_error}): set engine_ca to its authority"
         )
+    if isinstance(error, aiohttp.ClientConnectorSSLError):
+        return ProbeError(f"no TLS connection ({error.os_error.strerror}): is its URL an http:// one?")
     if isinstance(error, aiohttp.ClientConnectorError):
         if error.errno == ECONNREFUSED:
             return ProbeError("connection refused", refused=True)

@@ -78,7 +78,7 @@ class AgentSettings(BaseSettings):
     @model_validator(mode="after")
     def _some_engine(self) -> AgentSettings:
         if not self.engines and not self.engine_services:
-            raise ValueError("at least one engine, or a service of engines, is needed")
+            raise ValueError("engines or engine_services must be given")
         return self
 
     @field_validator("routers")

@@ -34,6 +34,20 @@ def configure_logs(service: str, level: str = "info") -> None:
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service)
+    # What libraries warn of, with the same form. Without effect where logging has handlers already, as in tests.
+    logging.basicConfig(handlers=[_OfLibraries()], level=logging.WARNING)
+
+
+class _OfLibraries(logging.Handler):
+    """Passes the records of Python's logging on, as lines with the field `logger`."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log a record, unless it is about bytes that are no HTTP, which anybody may send."""
+        error = record.exc_info[1] if record.exc_info else None
+        if record.name == "aiohttp.server" and getattr(error, "code", None) == 400:
+            return
+        log = structlog.get_logger()
+        log.log(record.levelno, record.getMessage(), logger=record.name, exc_info=record.exc_info)
 
 
 def _in_order(_: object, __: str, fields: structlog.typing.EventDict) -> structlog.typing.EventDict:

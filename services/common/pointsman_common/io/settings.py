@@ -185,7 +185,8 @@ _SERVICE_LINK = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_(TCP
 
 
 class InvalidSetting(Exception):
-    """A value of a settings class that only a command finds unusable. Ends the command as a value that the class refuses."""
+    """A value of a settings class that only a command finds unusable. Ends the command as a value that the class refuses.
+    `field`: "" if the message is about several fields, which it names."""
 
     def __init__(self, settings: BaseSettings | type[BaseSettings], field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -219,9 +220,8 @@ def add_settings_command(
             run(load_settings(f"{program} {name}", settings, **set_fields))
         except InvalidSetting as invalid:
             flags = set_fields if invalid.kind is settings else {}
-            typer.echo(
-                f"{program} {name}: {holder_of(invalid.kind, invalid.field, flags)}: {invalid.message}", err=True
-            )
+            told = _with_holder(invalid.kind, invalid.field, invalid.message, flags)
+            typer.echo(f"{program} {name}: {told}", err=True)
             raise typer.Exit(2) from None
 
     flags = {key: _flag_type(field) for key, field in settings.model_fields.items()}
@@ -288,13 +288,23 @@ def unreadable_field(error: SettingsError) -> str:
 
 def _invalid(settings: type[BaseSettings], error: ErrorDetails, flags: Mapping[str, Any]) -> str:
     """Return the message for an invalid value, or, for a missing value, how to give it."""
+    message = error["msg"].removeprefix("Value error, ")
     if not error["loc"]:
-        return error["msg"]
+        return _with_holder(settings, "", message, flags)
     name, *below = map(str, error["loc"])
     if error["type"] == "missing" and not below:
         flag, variable = _flag(settings, name), _variable(settings, name)
         return f"{flag} (or {variable}) must be given: {settings.model_fields[name].description}"
-    return f"{'.'.join([holder_of(settings, name, flags), *below])}: {error['msg'].removeprefix('Value error, ')}"
+    return f"{'.'.join([holder_of(settings, name, flags), *below])}: {message}"
+
+
+def _with_holder(settings: type[BaseSettings], field: str, message: str, flags: Collection[str]) -> str:
+    """Return a message with what holds the field before it; one about several fields (`field` is "") with the flag or variable of
+    each in the place of its name."""
+    if field:
+        return f"{holder_of(settings, field, flags)}: {message}"
+    names = rf"\b({'|'.join(settings.model_fields)})\b"
+    return re.sub(names, lambda found: (_flag if found[1] in flags else _variable)(settings, found[1]), message)
 
 
 def holder_of(settings: type[BaseSettings], name: str, flags: Collection[str] = ()) -> str:
@@ -309,13 +319,16 @@ def holder_of(settings: type[BaseSettings], name: str, flags: Collection[str] = 
 
 
 def reason_with_setting(error: Exception, *settings: BaseSettings) -> str:
-    """Return an error's text; that of an OSError with the setting that names its file, if one of `settings` does."""
+    """Return an error's text. If it is about a file, it begins with the file's name; the setting that names this file, if one of
+    `settings` does, is put before it."""
+    text = str(error)
     if isinstance(error, OSError) and isinstance(error.filename, str) and error.strerror:
-        for of in settings:
-            for name in type(of).model_fields:
-                if str(getattr(of, name)) == error.filename:
-                    return f"{holder_of(type(of), name)} {error.filename}: {error.strerror}"
-    return str(error)
+        text = f"{error.filename}: {error.strerror}"
+    for of in settings:
+        for name, value in of:
+            if isinstance(value, str | Path) and str(value) and text.startswith((f"{value}:", f"{value}, ")):
+                return f"{holder_of(type(of), name)} {text}"
+    return text
 
 
 def _flag(settings: type[BaseSettings], name: str) -> str:

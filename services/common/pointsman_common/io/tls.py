@@ -131,13 +131,24 @@ def _context(
 ) -> ssl.SSLContext:
     """Return a context of these files. Raises OSError and ValueError with their names; gRPC reports no error for files that it
     cannot use."""
-    files = [file for file in (cert, key, ca) if file is not None]
-    for file in files:
-        file.read_bytes()
+    for file in (cert, key, ca):
+        if file is not None:
+            file.read_bytes()
     try:
         context = ssl.create_default_context(purpose, cafile=ca)
-        if cert is not None:
-            context.load_cert_chain(cert, key)
     except ssl.SSLError as error:
-        raise ValueError(f"{', '.join(map(str, files))}: {error}") from None
+        raise ValueError(f"{ca}: no certificates in PEM{_reason(error)}") from None
+    if cert is None:
+        return context
+    try:
+        context.load_cert_chain(cert, key)
+    except ssl.SSLError as error:
+        wrong = "no certificate and private key in PEM"
+        if error.reason == "KEY_VALUES_MISMATCH":
+            wrong = "the private key is another certificate's"
+        raise ValueError(f"{cert}, {key or cert}: {wrong}{_reason(error)}") from None
     return context
+
+
+def _reason(error: ssl.SSLError) -> str:
+    return f" ({error.reason})" if error.reason else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any
 
 if sys.version_info >= (3, 14):
     from compression.zstd import DecompressionParameter, ZstdDecompressor, ZstdError
@@ -30,18 +30,9 @@ class BodyTooDense(Exception):
     """A body was compressed more than MAX_RATIO times."""
 
 
-class _Stream(Protocol):
-    """Decodes one member of a gzip body, one zlib stream, or one zstd frame, as the standard library's decompressors do. zlib's
-    have what they left of their input in `unconsumed_tail`, zstd's keep it themselves."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
-
-
-_STREAMS: dict[str, Callable[[], _Stream]] = {
+# Decompressors of the standard library for one member of a gzip body, one zlib stream, or one zstd frame. zlib's have what they
+# left of their input in `unconsumed_tail`, zstd's keep it themselves.
+_STREAMS: dict[str, Callable[[], Any]] = {
     "zstd": lambda: ZstdDecompressor(options={DecompressionParameter.window_log_max: _WINDOW_LOG}),
     "gzip": lambda: zlib.decompressobj(16 + zlib.MAX_WBITS),
     "x-gzip": lambda: zlib.decompressobj(16 + zlib.MAX_WBITS),
@@ -71,7 +62,7 @@ class BodyDecoder:
     @property
     def complete(self) -> bool:
         """Whether the body so far ends where it may end."""
-        return self._stream.eof or not self._begun
+        return not self._begun or bool(self._stream.eof)
 
     def decode(self, piece: bytes) -> Iterator[bytes]:
         """Yield what the next piece of the body adds, in pieces of at most PIECE_BYTES. Raises UndecodableBody and BodyTooDense.

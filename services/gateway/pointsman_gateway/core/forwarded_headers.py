@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pointsman_gateway.core.http_message import Headers
+from pointsman_gateway.core.http_message import JSON_FIELDS, Headers
+from pointsman_gateway.core.streaming.answer_form import METADATA
 
 REQUEST_HEADERS = ("Content-Type", "Accept", "traceparent", "tracestate")
-RESPONSE_HEADERS = ("Content-Type", "Content-Encoding", "Cache-Control", "Retry-After")
+RESPONSE_HEADERS = ("Content-Type", "Content-Encoding", "Cache-Control", "Retry-After", METADATA)
 
 
 def upstream_headers(headers: Headers) -> dict[str, str]:
@@ -16,7 +17,7 @@ def upstream_headers(headers: Headers) -> dict[str, str]:
 def error_headers(headers: Headers) -> dict[str, str]:
     """Return the headers of the client's answer in place of an instance's error, whose body is written anew."""
     wait = {"Retry-After": headers["Retry-After"]} if "Retry-After" in headers else {}
-    return {"Content-Type": "application/json"} | wait
+    return JSON_FIELDS | wait
 
 
 def client_headers(headers: Headers) -> dict[str, str]:

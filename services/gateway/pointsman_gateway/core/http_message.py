@@ -12,6 +12,7 @@ from pointsman_gateway.core.memory_budget import Holding
 from pointsman_gateway.core.request_trace import RequestTrace
 from pointsman_gateway.core.request_usage import RequestUsage
 
+JSON_FIELDS = {"Content-Type": "application/json"}
 _REASONS = {status.value: status.phrase for status in http.HTTPStatus}
 _NO_CONTROLS = dict.fromkeys((*range(32), 127), " ")
 # RFC 3986 3.2.2 and 3.2.3, without user information, and without a comma, which would join two Host fields.
@@ -38,6 +39,11 @@ class Headers:
         """Return the field's value, or `default` if the field is absent."""
         return self._fields.get(name.lower(), default)
 
+    @property
+    def media_type(self) -> str:
+        """The media type of the body in lower case, without parameters."""
+        return self.get("content-type").partition(";")[0].strip().lower()
+
     def __getitem__(self, name: str) -> str:
         return self._fields[name.lower()]
 
@@ -58,34 +64,18 @@ class Source(Protocol):
 class ResponseWriter(Protocol):
     """Writes one streamed response: begin, then write for each piece, then end. Ignores writes after the client disconnected."""
 
-    @property
-    def chunked(self) -> bool:
-        """Whether the response may use chunked transfer coding."""
-
-    @property
-    def opened(self) -> bool:
-        """Whether the client has the head of a stream (status 200), and nothing of a response: begin() may still follow, or an
-        error event."""
-
-    @property
-    def begun(self) -> bool:
-        """Whether begin() was called: there is a response."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether the body is complete."""
-
-    @property
-    def lost(self) -> bool:
-        """Whether the client has disconnected."""
+    chunked: bool  # the response may use chunked transfer coding
+    # The client has the head of a stream (status 200), and nothing of a response: begin() may still follow, or an error event.
+    opened: bool
+    begun: bool  # begin() was called: there is a response
+    ended: bool  # the body is complete
+    lost: bool  # the client has disconnected
+    # Sends bytes of the response unchanged; they must already have their chunk framing.
+    send: Callable[[bytes], None]
 
     @property
     def full(self) -> bool:
         """Whether so much is unsent that the source is paused."""
-
-    @property
-    def send(self) -> Callable[[bytes], None]:
-        """A function that sends bytes of the response unchanged; they must already have their chunk framing."""
 
     def ping_in_silence(self, interval_s: float, since: float, headers: dict[str, str], ping: bytes) -> None:
         """Send `ping` between two events whenever the client has had no byte for `interval_s`, and before the first one a head
@@ -132,11 +122,6 @@ class Request:
     trace: RequestTrace | None = None  # None: traces are off, or the route takes no body
     usage: RequestUsage = field(default_factory=RequestUsage)  # without a tenant until the handler of an API sets it
 
-    @property
-    def media_type(self) -> str:
-        """The media type of the body in lower case, without parameters."""
-        return self.headers.get("content-type").partition(";")[0].strip().lower()
-
 
 @dataclass(slots=True)
 class Response:
@@ -155,20 +140,20 @@ def without_controls(value: str) -> str:
 
 def head_bytes(status: int, headers: Mapping[str, str], *framing: str) -> bytes:
     """Return the status line and fields of a response. Control characters become spaces: no value can start another field."""
-    lines = [f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}"]
-    lines += [f"{name}: {without_controls(value)}" for name, value in headers.items()]
-    lines += framing
-    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
+    return _head([f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}"], headers, framing)
 
 
 def request_bytes(method: str, path: str, host: str, headers: Mapping[str, str], body: bytes) -> list[bytes]:
     """Return a request as pieces to write. Control characters in fields become spaces."""
-    lines = [f"{method} {path} HTTP/1.1", f"Host: {host}"]
-    lines += [f"{name}: {without_controls(value)}" for name, value in headers.items()]
-    if body or method == "POST":
-        lines.append(f"Content-Length: {len(body)}")
-    head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
+    framing = [f"Content-Length: {len(body)}"] if body or method == "POST" else []
+    head = _head([f"{method} {path} HTTP/1.1", f"Host: {host}"], headers, framing)
     return [head, body] if body else [head]
+
+
+def _head(lines: list[str], headers: Mapping[str, str], framing: Iterable[str]) -> bytes:
+    lines += [f"{name}: {without_controls(value)}" for name, value in headers.items()]
+    lines += framing
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
 
 
 def path_of(target: str) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from pointsman.router.v1 import placement_pb2
 
 if TYPE_CHECKING:
     from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
+
+_Instances: TypeAlias = "RepeatedCompositeFieldContainer[placement_pb2.InstanceRef]"
 
 
 class OutOfStep(Exception):
@@ -71,12 +73,7 @@ class KnownFleet:
         self.pools[changed.model] = pool
 
 
-def _both(
-    pool: placement_pb2.Pool | placement_pb2.PoolUpdate,
-) -> tuple[
-    RepeatedCompositeFieldContainer[placement_pb2.InstanceRef],
-    RepeatedCompositeFieldContainer[placement_pb2.InstanceRef],
-]:
+def _both(pool: placement_pb2.Pool | placement_pb2.PoolUpdate) -> tuple[_Instances, _Instances]:
     """Return the instances that are placeable, and the others."""
     return pool.instances, pool.other_instances
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.known_fleet import KnownFleet, OutOfStep
-from pointsman_gateway.core.pool_state import instances_without
+from pointsman_gateway.core.pool_state import instances_without, names_of
 
 # Ownerless timeout until a router has sent one, s.
 DEFAULT_OWNER_TIMEOUT_S = 5.0
@@ -98,7 +98,8 @@ class PoolOwners:
                 pools.setdefault(model, pool)
                 # If two routers disagree, the higher epoch is right: an owner that cannot reach Redis is not aware of its
                 # successor.
-                if pool.HasField("owner") and pool.owner.epoch > self._epoch(owners, model):
+                known = owners.get(model)
+                if pool.HasField("owner") and (known is None or pool.owner.epoch > known.epoch):
                     owners[model] = pool.owner
         for router_id, fleet in self._fleets.values():
             owned = (model for model, owner in owners.items() if owner.router_id == router_id)
@@ -107,15 +108,7 @@ class PoolOwners:
             for model, pool in self._pools.items():
                 pools.setdefault(model, pool)
         self._pools = {model: _owned_by(owners.get(model), pool) for model, pool in pools.items()}
-        self._pool_of = {}
-        for model, pool in self._pools.items():
-            for name in (*pool.served_names, *pool.lora_names):
-                self._pool_of.setdefault(name, model)
-        self._pool_of.update({model: model for model in self._pools})
-
-    @staticmethod
-    def _epoch(owners: dict[str, placement_pb2.Owner], model: str) -> int:
-        return owners[model].epoch if model in owners else -1
+        self._pool_of = {name: pool for name, (pool, _) in names_of(self._pools.values()).items()}
 
 
 def _owned_by(owner: placement_pb2.Owner | None, pool: placement_pb2.Pool) -> placement_pb2.Pool:

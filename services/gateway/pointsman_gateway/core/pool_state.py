@@ -37,9 +37,8 @@ class PoolState:
     differed: set[Incarnation] = field(default_factory=set)  # at the last comparison with the tokenizer
     hub_asked_for: set[Incarnation] = field(default_factory=set)  # differed, and the hub was queried for them
     mismatches: Counter[Endpoint] = field(default_factory=Counter)  # differing token counts in a row
-    inexact_endpoints: set[Endpoint] = field(
-        default_factory=set
-    )  # APIs whose prompts the gateway converts differently from the engine
+    # APIs whose prompts the gateway converts differently from the engine.
+    inexact_endpoints: set[Endpoint] = field(default_factory=set)
     rechecked_at: float = -RECHECK_PAUSE_S  # monotonic s of the last recheck that token counts caused
 
     def incarnations(self) -> frozenset[Incarnation]:
@@ -67,11 +66,8 @@ class PoolState:
 
     def tokenizer_for(self, endpoint: Endpoint) -> ModelTokenizer | None:
         """Return the tokenizer if its tokens of the API's prompts equal the engine's, else None."""
-        return (
-            self.tokenizer
-            if self.tokenizer_status is TokenizerStatus.EXACT and endpoint not in self.inexact_endpoints
-            else None
-        )
+        exact = self.tokenizer_status is TokenizerStatus.EXACT and endpoint not in self.inexact_endpoints
+        return self.tokenizer if exact else None
 
 
 def _place(root: str) -> str:

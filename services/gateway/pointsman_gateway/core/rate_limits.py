@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TypeAlias
 
 from pointsman.router.v1 import placement_pb2
 
@@ -144,19 +144,14 @@ class KeyUsage:
         """Count a request against this gateway's share of the limits. Raises RateLimited, without counting it. Mutates."""
         if not self.shares or self.unused:
             self._begin_share(limits, gateways, now)
-        requests, tokens = (
-            _share(limits.requests_per_minute, self.shares),
-            _share(limits.tokens_per_minute, self.shares),
-        )
         most = int(_share(limits.in_flight, self.shares))
         if most and self.in_flight + self.in_flight_elsewhere >= most:
             raise self._refusal(_flights(limits), _IN_FLIGHT_RETRY_S, limits, now)
-        if requests and (wait := self.requests.wait_s(1.0, requests, now)):
-            raise self._refusal(_requests(limits), wait, limits, now)
-        if tokens and (wait := self.tokens.wait_s(1.0, tokens, now)):
-            raise self._refusal(_tokens(limits), wait, limits, now)
-        if requests:
-            self.requests.take(1.0, requests, now)
+        for what, own, _, per_minute in self._rates(limits):
+            if wait := own.wait_s(1.0, _share(per_minute, self.shares), now):
+                raise self._refusal(f"{per_minute} {what} per minute", wait, limits, now)
+        if limits.requests_per_minute:
+            self.requests.take(1.0, _share(limits.requests_per_minute, self.shares), now)
         self.in_flight += 1
 
     def admit_leased(self, limits: RateLimits, now: float, *, final: bool) -> None:
@@ -268,20 +263,21 @@ class KeyUsage:
         """Return the first limit of which the lease does not cover one more request; None if it covers all."""
         if limits.in_flight and self.slots < 1:
             return _flights(limits)
-        if limits.requests_per_minute and self.requests.level < 1 - _ALMOST:
-            return _requests(limits)
-        if limits.tokens_per_minute and self.tokens.level < 1 - _ALMOST:
-            return _tokens(limits)
-        return None
+        used_up = (f"{rate} {what} per minute" for what, own, _, rate in self._rates(limits) if own.level < 1 - _ALMOST)
+        return next(used_up, None)
 
     def _wait_s(self, limits: RateLimits, now: float) -> float:
         """Return the seconds until all gateways together may admit a request again, by the limits per minute."""
-        waits = [0.0]
-        if limits.requests_per_minute and self.requests.level < 1 - _ALMOST:
-            waits.append(self.fleet_requests.wait_s(1.0, limits.requests_per_minute, now))
-        if limits.tokens_per_minute and self.tokens.level < 1 - _ALMOST:
-            waits.append(self.fleet_tokens.wait_s(1.0, limits.tokens_per_minute, now))
-        return max(waits)
+        used_up = ((fleet, rate) for _, own, fleet, rate in self._rates(limits) if own.level < 1 - _ALMOST)
+        return max((fleet.wait_s(1.0, rate, now) for fleet, rate in used_up), default=0.0)
+
+    def _rates(self, limits: RateLimits) -> Iterator[tuple[str, TokenBucket, TokenBucket, int]]:
+        """Yield the limits per minute that the key has: what is limited, the buckets of this gateway and of the fleet, and the
+        limit."""
+        if limits.requests_per_minute:
+            yield "requests", self.requests, self.fleet_requests, limits.requests_per_minute
+        if limits.tokens_per_minute:
+            yield "tokens", self.tokens, self.fleet_tokens, limits.tokens_per_minute
 
     def _give_back(self, report: placement_pb2.KeyReport, limits: RateLimits, *, keep: bool) -> None:
         """Write to `report` what the lease returns, and whether the key wants more. Mutates.
@@ -308,15 +304,12 @@ class KeyUsage:
 
     def _begin_share(self, limits: RateLimits, gateways: int, now: float) -> None:
         """Change from the lease to an equal share of what was left. Mutates."""
-        for own, fleet, per_minute in (
-            (self.requests, self.fleet_requests, limits.requests_per_minute),
-            (self.tokens, self.fleet_tokens, limits.tokens_per_minute),
-        ):
-            if per_minute:
-                kept = own.level if own.level < math.inf else 0.0
-                own.set(min(kept + fleet.left(per_minute, now) / gateways, _share(per_minute, gateways)), now)
-            else:
-                own.set(math.inf, -math.inf)
+        kept = {"requests": self.requests.level, "tokens": self.tokens.level}
+        self.requests.set(math.inf, -math.inf)
+        self.tokens.set(math.inf, -math.inf)
+        for what, own, fleet, per_minute in self._rates(limits):
+            left = kept[what] if kept[what] < math.inf else 0.0
+            own.set(min(left + fleet.left(per_minute, now) / gateways, _share(per_minute, gateways)), now)
         self.shares, self.slots, self.leased_until = gateways, 0, 0.0
         self.used_requests = self.used_tokens = 0.0
 
@@ -326,17 +319,14 @@ class KeyUsage:
         Used is the level that the share would have now without any use, minus its level.
         """
         report = placement_pb2.KeyReport(wanted=asked, lease_ended=True)
-        for name, own, fleet, per_minute in (
-            ("requests", self.requests, self.fleet_requests, limits.requests_per_minute),
-            ("tokens", self.tokens, self.fleet_tokens, limits.tokens_per_minute),
-        ):
-            if per_minute:
-                level = fleet.left(per_minute, now)
-                used = max(0.0, level / self.shares - own.left(_share(per_minute, self.shares), now))
-                setattr(report, f"level_{name}", level)
-                setattr(report, f"used_{name}", used)
-                fleet.set(level - used, now)
-            own.set(0.0, now)
+        for what, own, fleet, per_minute in self._rates(limits):
+            level = fleet.left(per_minute, now)
+            used = max(0.0, level / self.shares - own.left(_share(per_minute, self.shares), now))
+            setattr(report, f"level_{what}", level)
+            setattr(report, f"used_{what}", used)
+            fleet.set(level - used, now)
+        self.requests.set(0.0, now)
+        self.tokens.set(0.0, now)
         self.shares, self.slots, self.leased_until = 0, 0, 0.0
         return report
 
@@ -350,30 +340,13 @@ def _flights(limits: RateLimits) -> str:
     return f"{limits.in_flight} requests in flight"
 
 
-def _requests(limits: RateLimits) -> str:
-    return f"{limits.requests_per_minute} requests per minute"
+# Returns a context manager that locks a key's usage until it is closed.
+OpenUsage: TypeAlias = Callable[[], AbstractContextManager[KeyUsage]]
 
 
-def _tokens(limits: RateLimits) -> str:
-    return f"{limits.tokens_per_minute} tokens per minute"
-
-
-class UsageStore(Protocol):
-    """Storage of one key's usage."""
-
-    def open(self) -> AbstractContextManager[KeyUsage]:
-        """Return a context manager that locks the key's usage until it is closed."""
-
-
-class LocalUsage:
-    """Storage of a key's usage in this process only."""
-
-    def __init__(self) -> None:
-        self._usage = KeyUsage()
-
-    def open(self) -> AbstractContextManager[KeyUsage]:
-        """Return the usage, without a lock."""
-        return nullcontext(self._usage)
+def _of_this_process(key: bytes) -> OpenUsage:
+    usage = KeyUsage()
+    return lambda: nullcontext(usage)
 
 
 @dataclass
@@ -381,7 +354,7 @@ class _Account:
     """State of one key in this process."""
 
     name: bytes
-    store: UsageStore
+    open: OpenUsage
     limits: RateLimits
     open_here: int = 0  # number of requests in flight at this process
 
@@ -417,11 +390,11 @@ class RateLimiter:
     `accounted`: a router accounts for the keys. `gateways`: number of gateways that share the limits while no router does.
     """
 
-    def __init__(self, store_for: Callable[[bytes], UsageStore] = lambda _: LocalUsage()) -> None:
-        """`store_for`: returns the usage store of a key; called once while the key is known."""
+    def __init__(self, usage_of: Callable[[bytes], OpenUsage] = _of_this_process) -> None:
+        """`usage_of`: returns how the usage of a key is opened; called once while the key is known."""
         self.accounted = False
         self.gateways = 1
-        self._store_for = store_for
+        self._usage_of = usage_of
         self._accounts: dict[bytes, _Account] = {}
         self._by_name: dict[bytes, _Account] = {}
         self._fewer_since: float | None = None
@@ -435,10 +408,10 @@ class RateLimiter:
             return KeyCharge()
         account = self._accounts.get(key)
         if account is None:
-            account = self._accounts[key] = _Account(name_of(key), self._store_for(key), limits)
+            account = self._accounts[key] = _Account(name_of(key), self._usage_of(key), limits)
             self._by_name[account.name] = account
         account.limits = limits
-        with account.store.open() as usage:
+        with account.open() as usage:
             if self.accounted:
                 try:
                     usage.admit_leased(limits, now, final=final)
@@ -456,7 +429,7 @@ class RateLimiter:
 
     def charge(self, account: _Account, tokens: float, now: float) -> LimitStatus:
         """Count `tokens` as used by the account; return what is left. Mutates."""
-        with account.store.open() as usage:
+        with account.open() as usage:
             usage.charge(tokens, account.limits, now)
             status = usage.status(account.limits, now)
         self._touch(account)
@@ -464,7 +437,7 @@ class RateLimiter:
 
     def end(self, account: _Account) -> None:
         """Count one request of the account less in flight. Mutates."""
-        with account.store.open() as usage:
+        with account.open() as usage:
             usage.close(account.limits)
         account.open_here -= 1
         if not account.open_here and self._by_name.get(account.name) is account:
@@ -503,7 +476,7 @@ class RateLimiter:
             requests = max(0.0, report.used_requests - report.held_requests)
             tokens = max(0.0, report.used_tokens - report.held_tokens)
             if requests or tokens:
-                with account.store.open() as usage:
+                with account.open() as usage:
                     usage.lost(requests, tokens, account.limits, now)
 
     def reports(self, names: Iterable[bytes], now: float, *, asked: bool) -> list[placement_pb2.KeyReport]:
@@ -515,7 +488,7 @@ class RateLimiter:
                 self._touched.pop(name, None)
                 continue
             limits = account.limits
-            with account.store.open() as usage:
+            with account.open() as usage:
                 report = usage.report(limits, asked, now)
                 holds = usage.requests.level >= 1 or usage.tokens.level >= 1 or usage.slots >= 1
                 report.gateway_in_flight = max(0, usage.in_flight + usage.in_flight_elsewhere)
@@ -547,7 +520,7 @@ class RateLimiter:
         for grant in grants:
             account = self._by_name.get(grant.key)
             if account is not None:
-                with account.store.open() as usage:
+                with account.open() as usage:
                     usage.grant(grant, account.limits, now, reported_at)
                 if grant.requests or grant.tokens or grant.slots:
                     self._touched[grant.key] = None

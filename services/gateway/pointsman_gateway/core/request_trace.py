@@ -9,16 +9,6 @@ from pointsman_common.core.tracing import Span, SpanContext, Value
 Send = Callable[[Iterable[Span]], None]
 
 
-def placement_context(request: SpanContext, attempt_id: str) -> SpanContext:
-    """Return the span context that the router continues for an attempt."""
-    return request.child(f"{attempt_id} place")
-
-
-def step_context(request: SpanContext, attempt_id: str, index: int) -> SpanContext:
-    """Return the span context that the engine of step `index` continues."""
-    return request.child(f"{attempt_id} {index}")
-
-
 class RequestTrace:
     """One request in its trace. The context of a request that is not sampled is only forwarded, so that later services do not
     make the sampling decision again.
@@ -37,18 +27,13 @@ class RequestTrace:
         self.asked: Mapping[str, Value] = {}
         self._offset_ns = offset_ns
 
-    @property
-    def sampled(self) -> bool:
-        """Whether the request's spans are sent."""
-        return self.context.sampled
-
     def placement_context(self, attempt_id: str) -> SpanContext:
         """Return the span context that the router continues for an attempt."""
-        return placement_context(self.context, attempt_id)
+        return self.context.child(f"{attempt_id} place")
 
     def step_context(self, attempt_id: str, index: int) -> SpanContext:
         """Return the span context that the engine of step `index` continues."""
-        return step_context(self.context, attempt_id, index)
+        return self.context.child(f"{attempt_id} {index}")
 
     def prepared(self, request_id: str, asked: Mapping[str, Value], now: float) -> None:
         """Record that the prompt is tokenised. `asked`: attributes of the request's parameters. Mutates."""

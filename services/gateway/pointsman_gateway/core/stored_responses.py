@@ -13,14 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-import msgspec
-
 from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api.errors import ApiRequestError
+from pointsman_gateway.core.json_object import json_object
 
 _ID = re.compile(r"resp_([0-9a-f]{12})([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{24}")
 # Retry-After while the engine of a response takes no requests, s: longer than a failed probe or a change of adapters lasts.
 _RETRY_S = 5.0
+_LOST = "response_lost"  # code of the error if the engine that stored it is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class StoredResponse:
         """Return the error if the instance, of which this is the incarnation, answers that it has no such response."""
         found = _ID.fullmatch(self.id)
         if found is not None and found[3] != _tag(incarnation, 8):
-            return _lost(self.id, "its engine has restarted since.")
+            return not_stored(self.id, "its engine has restarted since.", _LOST)
         return not_stored(self.id)
 
     def unavailable(self) -> ApiRequestError:
@@ -44,7 +44,6 @@ class StoredResponse:
         return ApiRequestError(
             503,
             f"The engine that stores the response '{self.id}' takes no requests now.",
-            type_="server_error",
             param="response_id",
             code="response_unavailable",
             retry_after_s=_RETRY_S,
@@ -72,37 +71,20 @@ def find(id_: str, tenant: str, pools: Iterable[placement_pb2.Pool], *, complete
                 if _tag(instance.instance_id, 12) == found[1]:
                     return StoredResponse(id_, pool.model, instance, placeable=instances is pool.instances)
     if complete:
-        raise _lost(id_, "its engine has left the fleet.")
-    raise ApiRequestError(
-        503, "The fleet is not known yet.", type_="server_error", code="no_instance", retry_after_s=1.0
-    )
+        raise not_stored(id_, "its engine has left the fleet.", _LOST)
+    raise ApiRequestError(503, "The fleet is not known yet.", code="no_instance")
 
 
-def not_stored(id_: str, why: str = "") -> ApiRequestError:
+def not_stored(id_: str, why: str = "", code: str = "not_found") -> ApiRequestError:
     """Return the error for a response that no instance has, or that is another tenant's."""
     text = f"Response with id '{id_}' not found" + (f": {why}" if why else ".")
-    return ApiRequestError(404, text, param="response_id", code="not_found")
+    return ApiRequestError(404, text, param="response_id", code=code)
 
 
 def says_not_stored(body: bytes) -> bool:
     """Return whether the body of an engine's 404 says that it has no such response, and not that it has no such model."""
-    try:
-        error = msgspec.json.decode(body, type=_Refused).error
-    except msgspec.MsgspecError:
-        return False
-    return error.param == "response_id"
-
-
-def _lost(id_: str, why: str) -> ApiRequestError:
-    return ApiRequestError(404, f"Response with id '{id_}' not found: {why}", param="response_id", code="response_lost")
-
-
-class _Error(msgspec.Struct):
-    param: str | None = None
-
-
-class _Refused(msgspec.Struct):
-    error: _Error
+    error = json_object(body).get("error")
+    return isinstance(error, dict) and error.get("param") == "response_id"
 
 
 @lru_cache(maxsize=16_384)

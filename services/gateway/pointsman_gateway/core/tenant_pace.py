@@ -7,7 +7,8 @@ ROUNDING_S = 1e-6
 
 
 class TenantPace:
-    """Lets each tenant call `at_once` times at once, and `per_s` times a second after that."""
+    """Lets each tenant call `at_once` times at once, and `per_s` times a second after that. Where all share a rate, all are the
+    tenant ""."""
 
     def __init__(self, per_s: float, at_once: int) -> None:
         self.per_s = per_s

@@ -41,11 +41,6 @@ class UsageReports:
         """When the oldest message that is not answered was made; None if all are answered."""
         return self._unanswered[0][0] if self._unanswered else None
 
-    @property
-    def due(self) -> bool:
-        """Whether a full report is due."""
-        return self._full
-
     def stream_began(self, now: float) -> None:
         """Record that the next messages go to another stream. Earlier ones that are not answered may be lost. Mutates."""
         for _, message in self._unanswered:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
-import structlog
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from pointsman_common.io.reloading_file import Stamps, stamps
+from pointsman_common.io.reloading_file import ReloadingFile
 from pointsman_gateway.core.rate_limits import UNLIMITED
 from pointsman_gateway.core.tenants import ANYONE, Client, digest_of, parse_keys
-
-log = structlog.get_logger()
 
 # Minimum interval between two checks of the file, s.
 LOOK_AGAIN_S = 1.0
@@ -40,14 +39,10 @@ class ApiKeys:
 
     def __init__(self, file: Path | None = None, lines: Iterable[str] | None = None) -> None:
         """Raises ValueError for an invalid line, OSError if `file` cannot be read."""
-        self._file = file
         self._fixed = None if lines is None else parse_keys(lines, "POINTSMAN_GATEWAY_API_KEYS")
-        self._seen: Stamps | None = None
-        self._looked_at: float | None = None
-        self._clients: Mapping[bytes, Client] = self._fixed or {}
-        if file is not None:
-            self._seen = stamps([file])
-            self._clients = self._read(file)
+        self._file = ReloadingFile([file], partial(self._read, file)) if file is not None else None
+        self._looked_at = -math.inf
+        self._clients = self._file.value if self._file is not None else self._fixed or {}
 
     @property
     def needed(self) -> bool:
@@ -65,24 +60,16 @@ class ApiKeys:
         return any(client.limits != UNLIMITED for client in self._clients.values())
 
     def refresh(self, now: float) -> bool:
-        """Read the file again if it has changed; return whether the keys were replaced. Mutates.
+        """Read the file again if it has changed (ReloadingFile); return whether the keys were replaced. Mutates.
 
-        The file is checked at most once in LOOK_AGAIN_S. A file that cannot be used leaves the keys as they are and is logged
-        once. `now` is monotonic s.
+        The file is checked at most once in LOOK_AGAIN_S. `now` is monotonic s.
         """
-        if self._file is None or (self._looked_at is not None and now - self._looked_at < LOOK_AGAIN_S):
+        if self._file is None or now - self._looked_at < LOOK_AGAIN_S:
             return False
         self._looked_at = now
-        try:
-            stamp = stamps([self._file])
-            if stamp == self._seen:
-                return False
-            self._seen = stamp
-            self._clients = self._read(self._file)
-        except (OSError, ValueError) as error:
-            log.error("the API keys file cannot be used; the previous keys stay valid", error=str(error))
+        if (clients := self._file.reload_if_changed()) is None:
             return False
-        log.info("changed API keys read", keys=len(self._clients))
+        self._clients = clients
         return True
 
     def client_of(self, authorization: str, x_api_key: str = "") -> Client | None:

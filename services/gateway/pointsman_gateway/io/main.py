@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
@@ -76,6 +76,7 @@ async def serving(
         min_read_bytes_per_s=settings.min_read_bytes_per_s,
     )
     server = Server(gateway, limits)
+    servers: list[Server | ExtProcServer] = [server]
     proxies = None
     if settings.ext_proc_listen:
         from pointsman_gateway.io.ext_proc.proxy_stream import Streams
@@ -83,6 +84,7 @@ async def serving(
 
         streams = Streams(gateway, limits, server.bodies, server.answers)
         proxies = ExtProcServer(streams, lambda: gateway.usable, reuse_port=siblings is not None)
+        servers.append(proxies)
     try:
         if siblings is not None:
             # Clients cannot choose among processes of one address. A process that has not received the fleet yet would refuse
@@ -98,28 +100,22 @@ async def serving(
             credentials = _ext_proc_credentials(settings)
             with listening(settings, "ext_proc_listen"):
                 await proxies.start(settings.ext_proc_listen, credentials)
-            gateway.ext_proc_port, gateway.proxy_streams = proxies.port, proxies.open
+            gateway.ext_proc_port, gateway.proxy_streams = proxies.port, streams.open
             log.info("gateway serves proxies", port=proxies.port)
         yield gateway, f"http{'s' if tls else ''}://{bound}"
     finally:
-        closing = asyncio.ensure_future(_close_all(server, proxies, settings.drain_timeout_s))
+        closing: asyncio.Future[Any] = asyncio.gather(*(each.close(settings.drain_timeout_s) for each in servers))
         if hurry is not None:
-            hurried = asyncio.create_task(hurry.wait())
+            hurried: asyncio.Future[Any] = asyncio.create_task(hurry.wait())
             await asyncio.wait({closing, hurried}, return_when=asyncio.FIRST_COMPLETED)
             hurried.cancel()
             if not closing.done():
-                server.cancel_all()
-                if proxies is not None:
-                    proxies.cancel_all()
+                for each in servers:
+                    each.cancel_all()
                 await asyncio.wait({closing}, timeout=LINGER_S)
                 server.abort_all()
         await closing
         await gateway.close()
-
-
-async def _close_all(server: Server, proxies: ExtProcServer | None, drain_timeout_s: float) -> None:
-    servers = (server,) if proxies is None else (server, proxies)
-    await asyncio.gather(*(server.close(drain_timeout_s) for server in servers))
 
 
 def _ext_proc_credentials(settings: GatewaySettings) -> grpc.ServerCredentials | None:
@@ -165,7 +161,7 @@ async def serve(
         except (OSError, ValueError) as error:
             # An address in use or an unusable keys file is the operator's to mend: a message, not a traceback.
             raise SystemExit(f"pointsman gateway: {reason_with_setting(error, settings)}") from None
-        keys = gateway.keys_needed
+        keys = gateway.keys.needed
         log.info("gateway serves", url=url, gateway_id=settings.gateway_id, keys=keys)
         listens = filter(None, (settings.listen, settings.ext_proc_listen))
         if not keys and not all(map(is_loopback, listens)):

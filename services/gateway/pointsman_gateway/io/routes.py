@@ -41,16 +41,16 @@ from pointsman_gateway.core.api import (
 from pointsman_gateway.core.api.decode_body import Decoded, decode_light
 from pointsman_gateway.core.body_decompression import ACCEPTED, encoding_of
 from pointsman_gateway.core.cors import CorsPolicy
-from pointsman_gateway.core.http_message import Request, Response
+from pointsman_gateway.core.http_message import JSON_FIELDS, Request, Response
+from pointsman_gateway.core.memory_budget import MemoryBudget
 from pointsman_gateway.core.pool_state import TokenizerStatus
 from pointsman_gateway.core.rate_limit_headers import anthropic_fields, openai_fields
 from pointsman_gateway.core.rate_limits import KeyCharge, LimitStatus, RateLimited, RateLimiter
 from pointsman_gateway.core.request.attempt_end_reports import AttemptBreakdown
-from pointsman_gateway.core.request.continuation import Continuations
-from pointsman_gateway.core.request.failures import RETRY_S
 from pointsman_gateway.core.request.placement_messages import target_of
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import RequestTimeouts
+from pointsman_gateway.core.request.request_spans import request_span
 from pointsman_gateway.core.request.sessions import bounded_id
 from pointsman_gateway.core.request_usage import CLIENT_LEFT, OK, RequestUsage, UsageLine, outcome_of
 from pointsman_gateway.core.stored_responses import not_stored
@@ -61,7 +61,7 @@ from pointsman_gateway.core.tokens.token_cache import TokenCache
 from pointsman_gateway.io.api_keys import ApiKeys, KeysFromEnvironment
 from pointsman_gateway.io.engines.engine_client import Upstream
 from pointsman_gateway.io.engines.remote_prefill import EngineIdCache, KvReleases
-from pointsman_gateway.io.http.server_types import shutting_down
+from pointsman_gateway.io.http.server_types import SHUTTING_DOWN
 from pointsman_gateway.io.processes.shared_key_limits import SharedKeyLimitsFile
 from pointsman_gateway.io.processes.sibling_processes import SiblingProcesses
 from pointsman_gateway.io.request.ext_proc_request import ExtProcRequest, Proxy
@@ -76,7 +76,7 @@ from pointsman_gateway.io.routing.router_stream import Dial
 from pointsman_gateway.io.settings import GatewaySettings
 from pointsman_gateway.io.telemetry.line_log import LineLog
 from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
-from pointsman_gateway.io.telemetry.span_export import RequestTraces, answered
+from pointsman_gateway.io.telemetry.request_traces import RequestTraces
 from pointsman_gateway.io.tokenizer_files import HubRules
 
 if TYPE_CHECKING:
@@ -125,11 +125,12 @@ class Gateway:
         TlsSettings().for_channel()
         self._siblings = siblings
         self._settings = settings
-        self._keys = ApiKeys(settings.api_keys_file, KeysFromEnvironment().lines())
-        self._shared_usage = (
-            SharedKeyLimitsFile(siblings.limits_file, siblings.number, siblings.count) if siblings else None
-        )
-        self._rate_limiter = RateLimiter(self._shared_usage.store) if self._shared_usage is not None else RateLimiter()
+        self.keys = ApiKeys(settings.api_keys_file, KeysFromEnvironment().lines())
+        self._shared_usage: SharedKeyLimitsFile | None = None
+        self._rate_limiter = RateLimiter()
+        if siblings is not None:
+            self._shared_usage = SharedKeyLimitsFile(siblings.limits_file, siblings.number, siblings.count)
+            self._rate_limiter = RateLimiter(self._shared_usage.usage_of)
         self._aliases = settings.alias_map()
         self._cors = CorsPolicy(settings.cors_origins)
         token_cache = TokenCache(settings.token_cache_mb << 20)
@@ -168,7 +169,7 @@ class Gateway:
         self.telemetry.limit_gateways.set_function(lambda: self._rate_limiter.gateways)
         group = settings.gateway_id if siblings is None else settings.gateway_id.removesuffix(f"-{siblings.number}")
         self._leases = KeyLimitLeases(
-            self._rate_limiter, self.router, group, lambda: self._keys.limited, self.telemetry.accounted.set
+            self._rate_limiter, self.router, group, lambda: self.keys.limited, self.telemetry.accounted.set
         )
         timeouts = RequestTimeouts(
             placement_s=settings.placement_timeout_s,
@@ -189,7 +190,7 @@ class Gateway:
             self._breakdown,
             settings.expose_placement,
             settings.mark_session_ends,
-            Continuations(settings.continue_mb << 20),
+            MemoryBudget(settings.continue_mb << 20),
             settings.ext_proc_fallbacks,
         )
         self.ext_proc_port = 0
@@ -215,11 +216,6 @@ class Gateway:
         self._session = Route("/v1/sessions/{id}", "DELETE", self._end_session)
         self._stored = Route("/v1/responses/{id}", "GET", self._stored_response)
         self._cancel = Route("/v1/responses/{id}/cancel", "POST", self._stored_response)
-
-    @property
-    def keys_needed(self) -> bool:
-        """Whether clients must show a key."""
-        return self._keys.needed
 
     @property
     def usable(self) -> bool:
@@ -263,13 +259,17 @@ class Gateway:
         request.client_id = bounded_id(request.headers.get("X-Request-ID") or request.id)
         # no-store: an answer to a prompt is private to its client, and answers about the fleet are outdated after a second.
         request.answer_fields = {"X-Request-ID": request.client_id, "Cache-Control": "no-store"}
-        if _error_format(request) is ErrorFormat.ANTHROPIC:
+        error_format = _error_format(request)
+        if error_format is ErrorFormat.ANTHROPIC:
             request.answer_fields["request-id"] = request.client_id  # the header that Anthropic's clients read
         request.answer_fields |= self._cors.answer_fields(request.headers.get("Origin"))
-        refusal = self._refusal(request)
+        try:
+            refusal = self._preflight_or_refusal(request)
+        except ApiRequestError as error:
+            refusal = _error(error, error_format)
         if refusal is not None:
             self._count(request, refusal.status)
-        return refusal and _identified(refusal, _error_format(request), request.client_id)
+        return refusal and _identified(refusal, error_format, request.client_id)
 
     async def answer(self, request: Request) -> Response | None:
         """Return the answer of the request's route, or None if the answer was streamed. Errors have the format of the API."""
@@ -283,9 +283,7 @@ class Gateway:
         try:
             answer = await route.handler(request)
             if answer is not None and answer.status < 400 and request.writer.opened:
-                raise ApiRequestError(
-                    502, "The instance did not stream its answer.", type_="server_error", code="instance_failed"
-                )
+                raise ApiRequestError(502, "The instance did not stream its answer.", code="instance_failed")
             status = 200 if answer is None else answer.status
         except ApiRequestError as error:
             answer = _error(error, error_format)
@@ -295,18 +293,18 @@ class Gateway:
                 status = 200  # the client had the whole answer, and did not wait for the end of its body
             if request.writer.opened:
                 # The client has left, or the drain has ended.
-                _write_error(request, shutting_down(self, request.path))
+                _write_error(request, self.error(*SHUTTING_DOWN, request.path))
             raise
         except Exception:
             status = 500
             log.exception("a fault in the gateway", route=route.name)
-            fault = ApiRequestError(500, "The gateway failed.", type_="server_error", code="internal_error")
+            fault = ApiRequestError(500, "The gateway failed.", code="internal_error")
             answer = _error(fault, error_format)
         finally:
             self._count(request, status)
             self._note_usage(request, status)
-            if request.trace is not None:
-                answered(request.trace, route.name, request.model, status)
+            if (trace := request.trace) is not None and trace.context.sampled:
+                trace.send([request_span(trace, route.name, request.model, status, time.monotonic())])
         if answer is not None and request.writer.opened:
             _write_error(request, answer)
             return None
@@ -315,10 +313,8 @@ class Gateway:
     def error(self, status: int, message: str, code: str, path: str) -> Response:
         """Return the answer for an error that the HTTP server itself found, in the format of the path's API."""
         self.telemetry.answered("", "other", status)
-        type_ = "server_error" if status >= 500 else "invalid_request_error"
-        wait = RETRY_S if status == 503 else None
-        error = ApiRequestError(status, message, type_=type_, code=code, retry_after_s=wait)
-        return _identified(_error(error, error_format_of(path)), error_format_of(path), None)
+        error_format = error_format_of(path)
+        return _identified(_error(ApiRequestError(status, message, code=code), error_format), error_format, None)
 
     def _route(self, path: str) -> Route | None:
         # vLLM redirects from a path with a slash at its end.
@@ -330,51 +326,41 @@ class Gateway:
             return self._session
         return self._model if path.startswith("/v1/models/") else None
 
-    def _refusal(self, request: Request) -> Response | None:
-        route, error_format = self._route(request.path), _error_format(request)
+    def _preflight_or_refusal(self, request: Request) -> Response | None:
+        """Return the answer to a preflight; None for a request whose body is to be read. Raises ApiRequestError."""
+        route = self._route(request.path)
         if route is not None and route.open and isinstance(request, ExtProcRequest):
             route = None  # what needs no key is for those who reach the gateway itself
         if route is None and request.method == "OPTIONS" and request.path == "*":
             return Response(204)
         if route is None:
-            return _error(ApiRequestError(404, "Unknown path.", code="not_found"), error_format)
+            meant = f"/v1{request.path}"
+            hint = f" Is {meant} meant?" if self._route(meant) is not None else ""
+            raise ApiRequestError(404, f"Unknown path.{hint}", code="not_found")
         if request.method == "OPTIONS":
             preflight = self._cors.preflight_fields(request.headers, route.allowed)
             return Response(204, headers={"Allow": f"{route.allowed}, OPTIONS"} | preflight)
         if request.method == "GET" and request.headers.get("Upgrade").lower() == "websocket":
             # Codex tries WebSockets first, and goes on over HTTP at once after this status.
-            upgrade = ApiRequestError(426, "This server has no WebSockets. Use HTTP.", code="upgrade_required")
-            answer = _error(upgrade, error_format)
-            answer.headers["Upgrade"] = "HTTP/1.1"  # RFC 9110 15.5.22
-            return answer
+            fields = {"Upgrade": "HTTP/1.1"}  # RFC 9110 15.5.22
+            message = "This server has no WebSockets. Use HTTP."
+            raise ApiRequestError(426, message, code="upgrade_required", fields=fields)
         if request.method not in route.allowed.split(", "):
-            wrong = _error(
-                ApiRequestError(405, "This path does not allow that method.", code="method_not_allowed"), error_format
-            )
-            wrong.headers["Allow"] = route.allowed
-            return wrong
-        try:
-            if request.surplus and not route.open:
-                message = "The gateway has as many connections as it may have."
-                raise ApiRequestError(
-                    503, message, type_="server_error", code="too_many_connections", retry_after_s=RETRY_S
-                )
-            if not route.open:
-                request.holder = self._client(request).key
-            if route.body and request.media_type != "application/json":
-                raise ApiRequestError(415, "Content-Type must be application/json.", code="unsupported_media_type")
-            encoding = encoding_of(request.headers.get("Content-Encoding"))
-            # A proxy that carries the request forwards its body as it is, and engines decode none.
-            if encoding is None or (encoding and isinstance(request, ExtProcRequest)):
-                raise ApiRequestError(
-                    415, "The body's content encoding is not known here.", code="unsupported_encoding"
-                )
-        except ApiRequestError as error:
-            answer = _error(error, error_format)
-            if error.code == "unsupported_encoding":
-                # RFC 9110 12.5.3: the encodings that are accepted
-                answer.headers["Accept-Encoding"] = "identity" if isinstance(request, ExtProcRequest) else ACCEPTED
-            return answer
+            message = "This path does not allow that method."
+            raise ApiRequestError(405, message, code="method_not_allowed", fields={"Allow": route.allowed})
+        if request.surplus and not route.open:
+            message = "The gateway has as many connections as it may have."
+            raise ApiRequestError(503, message, code="too_many_connections")
+        if not route.open:
+            request.holder = self._client(request).key
+        if route.body and request.headers.media_type != "application/json":
+            raise ApiRequestError(415, "Content-Type must be application/json.", code="unsupported_media_type")
+        encoding, proxied = encoding_of(request.headers.get("Content-Encoding")), isinstance(request, ExtProcRequest)
+        # A proxy that carries the request forwards its body as it is, and engines decode none.
+        if encoding is None or (encoding and proxied):
+            message = "The body's content encoding is not known here."
+            fields = {"Accept-Encoding": "identity" if proxied else ACCEPTED}  # RFC 9110 12.5.3
+            raise ApiRequestError(415, message, code="unsupported_encoding", fields=fields)
         return None
 
     def _count(self, request: Request, status: int) -> None:
@@ -501,7 +487,7 @@ class Gateway:
 
     def _limited(self, message: str, wait_s: float) -> ApiRequestError:
         self.telemetry.limited.inc()
-        return ApiRequestError(429, message, type_="rate_limit_error", code="rate_limit_exceeded", retry_after_s=wait_s)
+        return ApiRequestError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s)
 
     async def _call(self, endpoint: Endpoint, request: Request) -> Response | None:
         client, now = self._client(request), time.monotonic()
@@ -526,7 +512,7 @@ class Gateway:
         if light is not None:
             read = await self._read(endpoint, request, client, key_charge, received_at, light, dry=dry)
         else:
-            async with self._preparer.large_turn(client):
+            async with self._preparer.large_turns.turn(client):
                 read = await self._read(endpoint, request, client, key_charge, received_at, None, dry=dry)
         del light  # its values are released
         if isinstance(read, ApiCall):
@@ -583,9 +569,7 @@ class Gateway:
         found = self.pools.resolve(call.model)
         if found is None:
             if not self.pools.states() or self.pools.expects(call.model):
-                raise ApiRequestError(
-                    503, "No instance is ready.", type_="server_error", code="no_instance", retry_after_s=1.0
-                )
+                raise ApiRequestError(503, "No instance is ready.", code="no_instance")
             raise _unknown_model(call.requested_model)
         state, lora = found
         request.model = state.pool.model
@@ -656,15 +640,15 @@ class Gateway:
             message = f"The router could not do the dry run: {error.code().name}"
         else:
             return _json({"decision": MessageToDict(decision, preserving_proto_field_name=True)})
-        raise ApiRequestError(503, message, type_="server_error", code="unavailable", retry_after_s=1.0)
+        raise ApiRequestError(503, message, code="unavailable")
 
     def _silence_s(self, client: Client) -> float:
         return self._settings.silence_s if client.silence_s is None else client.silence_s
 
     def _client(self, request: Request) -> Client:
-        if self._keys.refresh(time.monotonic()):
-            self._rate_limiter.keep(self._keys.digests)
-        client = self._keys.client_of(request.headers.get("Authorization", ""), request.headers.get("x-api-key", ""))
+        if self.keys.refresh(time.monotonic()):
+            self._rate_limiter.keep(self.keys.digests)
+        client = self.keys.client_of(request.headers.get("Authorization", ""), request.headers.get("x-api-key", ""))
         if client is None:
             raise ApiRequestError(401, "A valid API key is needed.", code="invalid_api_key")
         return client
@@ -679,9 +663,7 @@ async def _keep_within(proxy: Proxy, context: RequestContext) -> None:
     found = set(await proxy.excluded([target_of(instance) for instance in instances]))
     context.placement.exclude.extend(sorted(found - before))
     if instances and all(instance.instance_id in found or instance.instance_id in before for instance in instances):
-        raise ApiRequestError(
-            503, "No instance is ready that may be chosen.", type_="server_error", code="no_instance", retry_after_s=1.0
-        )
+        raise ApiRequestError(503, "No instance is ready that may be chosen.", code="no_instance")
 
 
 def _tell_limits(request: Request, error_format: ErrorFormat, status: LimitStatus) -> None:
@@ -693,7 +675,7 @@ def _tell_limits(request: Request, error_format: ErrorFormat, status: LimitStatu
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:
-    return Response(status, msgspec.json.encode(body), {"Content-Type": "application/json"})
+    return Response(status, msgspec.json.encode(body), {**JSON_FIELDS})
 
 
 def _error_format(request: Request) -> ErrorFormat:
@@ -707,7 +689,7 @@ def _write_error(request: Request, answer: Response) -> None:
 
 
 def _error(error: ApiRequestError, error_format: ErrorFormat) -> Response:
-    return Response(error.status, error.body(error_format), {"Content-Type": "application/json"} | error.headers())
+    return Response(error.status, error.body(error_format), JSON_FIELDS | error.headers())
 
 
 def _identified(answer: Response, error_format: ErrorFormat, request_id: str | None) -> Response:

@@ -27,7 +27,7 @@ from pointsman_gateway.core.api.field_checks import (
 )
 from pointsman_gateway.core.pauses import paced
 
-_COUNTED: Mapping[str, Rule] = {
+COUNTED: Mapping[str, Rule] = {
     "thinking": OBJECT,
     "output_config": OBJECT,
     "tools": LIST,
@@ -36,7 +36,7 @@ _COUNTED: Mapping[str, Rule] = {
 }
 _RULES: Mapping[str, Rule] = {
     **COMMON,
-    **_COUNTED,
+    **COUNTED,
     "max_tokens": POSITIVE,
     "metadata": OBJECT,
     "stop_sequences": LIST,
@@ -51,19 +51,9 @@ class Unconvertible(Exception):
     """The engine's conversion of this body cannot be reproduced outside the engine."""
 
 
-def check_messages(body: dict[str, Any]) -> None:
-    """Check a /v1/messages body. Raises ApiRequestError. Mutates `body` (check_fields)."""
-    check_fields(body, _RULES)
-    _check_prompt(body)
-
-
-def check_count_tokens(body: dict[str, Any]) -> None:
-    """Check a count_tokens body. Raises ApiRequestError. Mutates `body` (check_fields)."""
-    check_fields(body, _COUNTED)
-    _check_prompt(body)
-
-
-def _check_prompt(body: Mapping[str, Any]) -> None:
+def check_messages(body: dict[str, Any], rules: Mapping[str, Rule] = _RULES) -> None:
+    """Check a body of /v1/messages, or by COUNTED of count_tokens. Raises ApiRequestError. Mutates `body` (check_fields)."""
+    check_fields(body, rules)
     system = body.get("system")
     if not isinstance(system, str | list | None):
         raise invalid_parameter("system", "a string or a list of blocks")

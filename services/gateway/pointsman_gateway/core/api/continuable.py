@@ -96,21 +96,24 @@ def _of_type(value: Any, *kinds: str) -> bool:
 
 
 # Fields that are harmless with these values. Null is harmless for any field.
+_HARMLESS_OF_OPENAI: Mapping[str, Callable[[Any], bool]] = {
+    "top_logprobs": lambda value: value == 0,
+    "presence_penalty": lambda value: value == 0,
+    "frequency_penalty": lambda value: value == 0,
+    "tool_choice": lambda value: value in ("auto", "none"),
+    "include_reasoning": lambda value: value is True,
+    # False puts a grammar on the answer.
+    "parallel_tool_calls": lambda value: value is True,
+}
 _HARMLESS: Mapping[str, Callable[[Any], bool]] = {
+    **_HARMLESS_OF_OPENAI,
     "n": lambda value: value == 1,
     "best_of": lambda value: value == 1,
     "echo": lambda value: value is False,
     "use_beam_search": lambda value: value is False,
     "logprobs": lambda value: value is False,
-    "top_logprobs": lambda value: value == 0,
-    "presence_penalty": lambda value: value == 0,
-    "frequency_penalty": lambda value: value == 0,
-    "tool_choice": lambda value: value in ("auto", "none"),
     "response_format": _no_constraint,
     "bad_words": lambda value: value == [],
-    "include_reasoning": lambda value: value is True,
-    # False puts a grammar on the answer.
-    "parallel_tool_calls": lambda value: value is True,
 }
 _HARMLESS_IN_MESSAGES: Mapping[str, Callable[[Any], bool]] = {
     "tool_choice": lambda value: _of_type(value, "auto", "none") and not value.get("disable_parallel_tool_use"),
@@ -119,17 +122,12 @@ _HARMLESS_IN_MESSAGES: Mapping[str, Callable[[Any], bool]] = {
     "output_config": lambda value: isinstance(value, dict) and value.keys() <= {"effort"},
 }
 _HARMLESS_IN_RESPONSES: Mapping[str, Callable[[Any], bool]] = {
+    **_HARMLESS_OF_OPENAI,
     "background": lambda value: value is False,
     "include": lambda value: isinstance(value, list) and set(value) <= {"reasoning.encrypted_content"},
-    "include_reasoning": lambda value: value is True,
-    "parallel_tool_calls": lambda value: value is True,
-    "presence_penalty": lambda value: value == 0,
-    "frequency_penalty": lambda value: value == 0,
     "text": lambda value: (
         isinstance(value, dict) and value.keys() <= {"format", "verbosity"} and _no_constraint(value.get("format"))
     ),
-    "tool_choice": lambda value: value in ("auto", "none"),
-    "top_logprobs": lambda value: value == 0,
     "truncation": lambda value: value == "disabled",
 }
 _BY_ENDPOINT = {
@@ -161,7 +159,7 @@ def is_continuable(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
     return (
         endpoint is not Endpoint.COMPLETION
         or isinstance(prompt, str)
-        or (isinstance(prompt, list) and _are_ids(prompt))
+        or (isinstance(prompt, list) and isinstance(prompt[0], int))
     )
 
 
@@ -208,7 +206,3 @@ def _is_strict(tool: Any) -> bool:
 def _is_client_s(tool: Any) -> bool:
     """Whether the client carries out a tool of Responses. The server itself calls the others, and asks its engine again."""
     return _of_type(tool, "function") or (_of_type(tool, "custom") and _no_constraint(tool.get("format")))
-
-
-def _are_ids(prompt: list[Any]) -> bool:
-    return bool(prompt) and isinstance(prompt[0], int)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import enum
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from pointsman_gateway.core.api.overflow_texts import CODE, in_anthropics_words, says_too_long
+from pointsman_gateway.core.json_object import json_object
 
 
 class ErrorFormat(enum.Enum):
@@ -45,8 +47,8 @@ _BEGINS_WITH_ERROR = re.compile(rb'\s*(?:event: ?error|data: ?\{\s*"(?:error"|ob
 _ABORTED = re.compile(rb'"finish_reason":\s?"abort"')
 _TRACE = "Traceback (most recent call last)"
 _REPORTED = "The engine reported an error."
-# Header of a 429 for the place, from 1, that the request had among the new sessions that waited.
-QUEUE_PLACE_HEADER = "X-Pointsman-Queue-Place"
+# Default Retry-After of a 429 or 503, s.
+RETRY_S = 1.0
 STREAM_FAILED = "The instance failed while it answered."
 # `code` of the event that ends a stream of chat or completions when its instance has failed. vLLM's own events have a status
 # there, and some clients (cline) ask again only by it: the answer's own status is 200.
@@ -54,29 +56,32 @@ _FAILED_STATUS = 502
 
 
 class ApiRequestError(Exception):
-    """An error response to a client's request."""
+    """An error response to a client's request. `retry_after_s`: None for the default. `fields`: further header fields."""
 
     def __init__(
         self,
         status: int,
         message: str,
         *,
-        type_: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
-        queue_place: int = 0,
-        may_retry: bool = True,
+        fields: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
-        self.type = type_
         self.param = param
         self.code = code
-        self.retry_after_s = retry_after_s
-        self.queue_place = queue_place
-        self.may_retry = may_retry
+        self.retry_after_s = RETRY_S if retry_after_s is None and status in (429, 503) else retry_after_s
+        self.fields = fields or {}
+
+    @property
+    def type(self) -> str:
+        """The error's type in OpenAI's format."""
+        if self.status >= 500:
+            return "server_error"
+        return "rate_limit_error" if self.status == 429 else "invalid_request_error"
 
     def body(self, error_format: ErrorFormat = ErrorFormat.OPENAI) -> bytes:
         """Return the JSON body of the response."""
@@ -85,17 +90,9 @@ class ApiRequestError(Exception):
         return _openai(self.message, self.type, self.param, self.code)
 
     def headers(self) -> dict[str, str]:
-        """Return Retry-After in whole seconds, at least 1, unless a retry cannot help; and the request's place among those that
-        were parked, if it was; and X-Should-Retry: false, which OpenAI's and Anthropic's clients heed, if none should send
-        the request again by itself."""
-        fields = {}
-        if self.retry_after_s is not None:
-            fields["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
-        if self.queue_place:
-            fields[QUEUE_PLACE_HEADER] = str(self.queue_place)
-        if not self.may_retry:
-            fields["X-Should-Retry"] = "false"
-        return fields
+        """Return the header fields, with Retry-After in whole seconds, at least 1, unless a retry cannot help."""
+        wait_s = self.retry_after_s
+        return {**self.fields} if wait_s is None else {"Retry-After": str(max(1, math.ceil(wait_s))), **self.fields}
 
 
 def error_event(
@@ -125,15 +122,13 @@ def redact_error(error_format: ErrorFormat, status: int, body: bytes) -> bytes:
     """Return an engine's error body as the client may see it: in the API's format, without network addresses and stack traces. A
     body that is not an error object is replaced by a fixed message. (vLLM writes some errors in OpenAI's format on every
     path.)"""
-    try:
-        found = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        found = None
-    error = found.get("error") if isinstance(found, dict) else None
+    error = json_object(body).get("error")
     if not isinstance(error, dict):
         # A 404 without an error object is the answer of a server without this path: its model only embeds, or only generates.
         said = "This model does not serve this API." if status == 404 else "The engine refused the request."
-        return ApiRequestError(status, said, type_=_type_of(status), code="rejected").body(error_format)
+        if error_format is ErrorFormat.ANTHROPIC:
+            return _anthropic(status, said)
+        return _openai(said, _type_of(status), None, "rejected")
     safe = _safe(error, "The engine refused the request.")
     if error_format is ErrorFormat.ANTHROPIC:
         return _anthropic(status, in_anthropics_words(safe["message"]))
@@ -162,40 +157,24 @@ def begins_with_error(stream: bytes) -> bool:
 
 def reports_error(event: bytes) -> bool:
     """Whether an event of an engine's stream, without its end, reports an error or an abort; also if it cannot be read."""
-    data = b"\n".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))
-    if not data:
-        return False
-    try:
-        found = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return True
-    if not isinstance(found, dict):
-        return b"event: error" in event.splitlines()
-    reported = found.get("error") or found.get("type") == "error" or found.get("object") == "error"
-    return bool(reported) or was_aborted(event)
+    found = _object_of(event)
+    return found is not None and (_is_error(found) or was_aborted(event))
 
 
 def redact_error_event(error_format: ErrorFormat, event: bytes, sequence_number: int = 0) -> bytes:
     """Return one event of an engine's stream, without its end, as the client may see it. An event that reports an error is
     redacted as an error body is; other events are unchanged. `sequence_number`: for a Responses event that has none."""
-    lines = event.splitlines()
-    data = b"\n".join(line[5:] for line in lines if line.startswith(b"data:"))
-    if not data:
+    found = _object_of(event)
+    if found is None:
         return event
-    try:
-        found = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        found = {"type": "error"}
-    if not isinstance(found, dict):
-        found = {"type": "error", "message": found} if b"event: error" in lines else {}
     response = found.get("response")
     if isinstance(response, dict) and response.get("error"):
         response["error"] = _safe(response["error"], _REPORTED, ("code",))
-        kept = [line for line in lines if not line.startswith(b"data:")]
+        kept = [line for line in event.splitlines() if not line.startswith(b"data:")]
         return b"\n".join([*kept, b"data: " + msgspec.json.encode(found)])
     if was_aborted(event):
         return error_event(STREAM_FAILED, error_format, "instance_failed", sequence_number).rstrip()
-    if not (found.get("error") or found.get("type") == "error" or found.get("object") == "error"):
+    if not _is_error(found):
         return event
     safe = _safe(found.get("error") or found, _REPORTED)
     if error_format is ErrorFormat.ANTHROPIC:
@@ -207,6 +186,26 @@ def redact_error_event(error_format: ErrorFormat, event: bytes, sequence_number:
         code = safe["code"] if isinstance(safe["code"], str) else None
         return error_event(safe["message"], error_format, code, number if isinstance(number, int) else 0).rstrip()
     return b"data: " + msgspec.json.encode({"error": safe})
+
+
+def _object_of(event: bytes) -> dict[str, Any] | None:
+    """Return the object of an event, None if it has no data. What cannot be read counts as an error, and what is no object if the
+    event has that name."""
+    lines = event.splitlines()
+    data = b"\n".join(line[5:] for line in lines if line.startswith(b"data:"))
+    if not data:
+        return None
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return {"type": "error"}
+    if isinstance(found, dict):
+        return found
+    return {"type": "error", "message": found} if b"event: error" in lines else {}
+
+
+def _is_error(found: dict[str, Any]) -> bool:
+    return bool(found.get("error")) or "error" in (found.get("type"), found.get("object"))
 
 
 def _safe(error: Any, otherwise: str, fields: tuple[str, ...] = ("type", "param", "code")) -> dict[str, Any]:

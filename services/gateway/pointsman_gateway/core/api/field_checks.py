@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -27,22 +27,9 @@ class Rule:
     form: TypeAdapter[Any] | None = None
 
 
-def is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     """Whether `value` is an integer and not a boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_positive(value: object) -> bool:
-    # Larger counts make no sense, and would not fit the fields of the router's protocol (uint32).
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
-
-
-def _is_count(value: object) -> bool:
-    return is_int(value) and 0 <= value < 2**31  # type: ignore[operator]
 
 
 def is_token_ids(value: object) -> bool:
@@ -52,10 +39,11 @@ def is_token_ids(value: object) -> bool:
 
 
 _INTEGER = TypeAdapter[Any](int)
-POSITIVE = Rule(_is_positive, "a positive integer", _INTEGER)
-COUNT = Rule(_is_count, "an integer that is not negative", _INTEGER)
+# Larger counts make no sense, and would not fit the fields of the router's protocol (uint32).
+POSITIVE = Rule(lambda value: is_int(value) and 0 < value < 2**31, "a positive integer", _INTEGER)
+COUNT = Rule(lambda value: is_int(value) and 0 <= value < 2**31, "an integer that is not negative", _INTEGER)
 INTEGER = Rule(is_int, "an integer", _INTEGER)
-NUMBER = Rule(_is_number, "a number", TypeAdapter(float))
+NUMBER = Rule(lambda value: isinstance(value, float) or is_int(value), "a number", TypeAdapter(float))
 BOOLEAN = Rule(lambda value: isinstance(value, bool), "a boolean", TypeAdapter(bool))
 STRING = Rule(lambda value: isinstance(value, str), "a string")
 OBJECT = Rule(lambda value: isinstance(value, dict), "an object")

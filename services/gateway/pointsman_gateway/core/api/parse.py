@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from pointsman_gateway.core.api.decode_body import Decoded, decode_body
 from pointsman_gateway.core.api.errors import ApiRequestError
 from pointsman_gateway.core.api.field_checks import check_model
 from pointsman_gateway.core.api.prompt_length import check_items
-from pointsman_gateway.core.api.sequences import count_answers, count_prompts
+from pointsman_gateway.core.api.sequences import count_answers, count_prompts, prompts_of
 from pointsman_gateway.core.pauses import ITEMS, pause
 
 # Fields that a client may not set, because they control the engine's internals (docs/security.md).
@@ -32,7 +33,7 @@ _CHECKS: Mapping[Endpoint, Callable[[dict[str, Any]], None]] = {
     Endpoint.COMPLETION: openai_checks.check_completion,
     Endpoint.RESPONSES: openai_responses.check_responses,
     Endpoint.MESSAGES: anthropic_messages.check_messages,
-    Endpoint.COUNT_TOKENS: anthropic_messages.check_count_tokens,
+    Endpoint.COUNT_TOKENS: partial(anthropic_messages.check_messages, rules=anthropic_messages.COUNTED),
     Endpoint.EMBEDDINGS: embeddings_and_scores.check_input,
     Endpoint.RERANK: embeddings_and_scores.check_rerank,
     Endpoint.SCORE: embeddings_and_scores.check_score,
@@ -167,14 +168,11 @@ def estimated_tokens(call: ApiCall) -> int:
     """Estimate the number of tokens of all prompts of a request: a quarter of their texts' length, or the number of token ids. At
     least 1. Media are not counted: their size says little about their tokens."""
     if call.endpoint is Endpoint.COMPLETION:
-        prompts = call.body.get("prompt") or ""
-        if isinstance(prompts, str) or isinstance(prompts[0], int):
-            prompts = [prompts]
-        return sum(max(1, len(text) // 4 if isinstance(text, str) else len(text)) for text in prompts)
+        prompts = prompts_of(call.body)
+        return max(1, sum(max(1, len(text) // 4 if isinstance(text, str) else len(text)) for text in prompts))
     length = 0
-    rest: list[Any] = (
-        [call.body.get(name) for name in _PROMPTS[call.endpoint]] if call.endpoint in _PROMPTS else [call.body]
-    )
+    fields = _PROMPTS.get(call.endpoint)
+    rest: list[Any] = [call.body] if fields is None else [call.body.get(name) for name in fields]
     while rest:
         value = rest.pop()
         if not len(rest) % ITEMS:

@@ -35,11 +35,8 @@ def check_tokens(endpoint: Endpoint, tokens: int, context: int) -> None:
     """Raises ContextExceeded if a prompt of at least `tokens` tokens leaves no room in a context of `context` tokens (0:
     unknown). Less room than the requested output is no error: vLLM generates what fits (`get_max_tokens`)."""
     if context and tokens >= context:
-        texts = (
-            overflow_texts.prompt_too_long(tokens, context),
-            overflow_texts.anthropic_prompt_too_long(tokens, context),
-        )
-        raise ContextExceeded(endpoint, *texts, tokens)
+        message = overflow_texts.prompt_too_long(tokens, context)
+        raise ContextExceeded(endpoint, message, overflow_texts.anthropic_prompt_too_long(tokens, context), tokens)
 
 
 def check_output(endpoint: Endpoint, max_output_tokens: int, context: int, tokens: int) -> None:

@@ -20,6 +20,12 @@ _PROMPTS: Mapping[Endpoint, tuple[str, ...]] = {
 }
 
 
+def prompts_of(body: Mapping[str, Any]) -> list[str | list[int]]:
+    """Return the prompts of a checked body of /v1/completions, as texts or token ids; none if it has only embeddings."""
+    given = body.get("prompt") or []
+    return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+
+
 def count_prompts(endpoint: Endpoint, body: Mapping[str, Any], most: int) -> int:
     """Return the number of prompts of an unchecked body. O(1). Raises ApiRequestError if they are more than `most`."""
     lists = [(name, body.get(name)) for name in _PROMPTS.get(endpoint, ())]

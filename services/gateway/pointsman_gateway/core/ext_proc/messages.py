@@ -69,8 +69,8 @@ def _is_of_the_proxy(name: str) -> bool:
 
 def request_body(body: bytes, *, last: bool) -> Iterator[pb.ProcessingResponse]:
     """Return the messages with a request's body. `last`: no trailers follow."""
-    for piece in pieces(body, last=last):
-        yield pb.ProcessingResponse(request_body=pb.BodyResponse(response=piece))
+    for piece in _pieces(body, last):
+        yield pb.ProcessingResponse(request_body=piece)
 
 
 def response_head(status: int | None, received: Iterable[str], fields: Mapping[str, str]) -> pb.ProcessingResponse:
@@ -84,17 +84,16 @@ def response_head(status: int | None, received: Iterable[str], fields: Mapping[s
 
 def response_body(body: bytes, *, last: bool) -> Iterator[pb.ProcessingResponse]:
     """Return the messages with a part of a response's body."""
-    for piece in pieces(body, last=last):
-        yield pb.ProcessingResponse(response_body=pb.BodyResponse(response=piece))
+    for piece in _pieces(body, last):
+        yield pb.ProcessingResponse(response_body=piece)
 
 
-def pieces(body: bytes, *, last: bool) -> Iterator[pb.CommonResponse]:
+def _pieces(body: bytes, last: bool) -> Iterator[pb.BodyResponse]:
     """Return `body` in pieces, at least one. `last`: its end is the end of the stream."""
     for at in range(0, max(len(body), 1), PIECE_BYTES):
-        piece = pb.StreamedBodyResponse(
-            body=body[at : at + PIECE_BYTES], end_of_stream=last and at + PIECE_BYTES >= len(body)
-        )
-        yield pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=piece))
+        end = at + PIECE_BYTES
+        piece = pb.StreamedBodyResponse(body=body[at:end], end_of_stream=last and end >= len(body))
+        yield pb.BodyResponse(response=pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=piece)))
 
 
 def immediate(response: Response, fields: Mapping[str, str], details: str) -> pb.ProcessingResponse:

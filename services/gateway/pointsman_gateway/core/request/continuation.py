@@ -15,7 +15,6 @@ from pointsman_common.core.block_keys import KEY_TOKENS, extend_keys
 from pointsman_common.core.engine_identity_wire import identity_to_wire
 from pointsman_gateway.core.api import with_fields
 from pointsman_gateway.core.api.continuable import RECORD_FIELD
-from pointsman_gateway.core.memory_budget import MemoryBudget
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.tokens.token_cache import TokenIds
 
@@ -25,29 +24,6 @@ _IDS = re.compile(rb"\d+")
 def with_answer_record(payload: bytes, record: bytes) -> bytes:
     """Return the body of a request that asks its engine for token ids, and to go on after the answer of `record`, if any."""
     return with_fields(payload, {"vllm_xargs": {RECORD_FIELD: record.decode("ascii")}})
-
-
-class Continuations:
-    """What all requests of a gateway process share for this: the memory for bodies that are kept while their answers are
-    streamed, and how many more answers may be continued. `per_minute`: maximum number in a minute, so that requests that end
-    their engines do not go on doing so."""
-
-    def __init__(self, keep_bytes: int, per_minute: int = 600) -> None:
-        self.kept = MemoryBudget(keep_bytes)
-        self.count = 0
-        self._per_minute = per_minute
-        self._left = float(per_minute)
-        self._at = 0.0
-
-    def may_continue(self, now: float) -> bool:
-        """Count one more answer to be continued; return whether it may be. Mutates."""
-        self._left = min(self._left + max(now - self._at, 0.0) * self._per_minute / 60.0, float(self._per_minute))
-        self._at = now
-        if self._left < 1.0:
-            return False
-        self._left -= 1.0
-        self.count += 1
-        return True
 
 
 def ids_of(record: bytes) -> TokenIds:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from pointsman_gateway.core.api.errors import ApiRequestError
 from pointsman_gateway.core.request.request_events import (
     BREAKS_INSTANCES,
     DEADLINE_EXCEEDED,
@@ -14,36 +13,24 @@ from pointsman_gateway.core.request.request_events import (
     FailRequest,
 )
 
-# Default Retry-After of a 429 or 503, s.
-RETRY_S = 1.0
-
-
-@dataclass(frozen=True)
-class FailureAnswer:
-    """An error response: HTTP status, the error's type and code, and the seconds after which the client may retry (None: no
-    Retry-After)."""
-
-    status: int
-    type: str
-    code: str
-    retry_after_s: float | None
-
-
-# google.rpc.Code -> HTTP status, error type, error code. The gateway itself sets INTERNAL and PLACEMENT_TIMEOUT.
+# google.rpc.Code -> HTTP status, error code. The gateway itself sets INTERNAL and PLACEMENT_TIMEOUT.
 _FAILURES = {
-    RESOURCE_EXHAUSTED: (429, "rate_limit_error", "saturated"),
-    UNAVAILABLE: (503, "server_error", "no_instance"),
-    INTERNAL: (502, "server_error", "instance_failed"),
-    PLACEMENT_TIMEOUT: (503, "server_error", "placement_timeout"),
-    BREAKS_INSTANCES: (500, "server_error", "breaks_instances"),
-    DEADLINE_EXCEEDED: (504, "server_error", "first_token_too_late"),
+    RESOURCE_EXHAUSTED: (429, "saturated"),
+    UNAVAILABLE: (503, "no_instance"),
+    INTERNAL: (502, "instance_failed"),
+    PLACEMENT_TIMEOUT: (503, "placement_timeout"),
+    BREAKS_INSTANCES: (500, "breaks_instances"),
+    DEADLINE_EXCEEDED: (504, "first_token_too_late"),
 }
+# Header of a 429 for the place, from 1, that the request had among the new sessions that waited.
+QUEUE_PLACE_HEADER = "X-Pointsman-Queue-Place"
 
 
-def answer_to(failure: FailRequest) -> FailureAnswer:
+def error_for(failure: FailRequest) -> ApiRequestError:
     """Return the error response for `failure`."""
-    status, type_, code = _FAILURES.get(failure.code, (503, "server_error", "unavailable"))
-    wait_s = failure.retry_after_s
-    if wait_s is None and status in (429, 503):
-        wait_s = RETRY_S
-    return FailureAnswer(status, type_, code, wait_s)
+    status, code = _FAILURES.get(failure.code, (503, "unavailable"))
+    fields = {QUEUE_PLACE_HEADER: str(failure.place)} if failure.place else {}
+    if failure.code == BREAKS_INSTANCES:
+        # OpenAI's and Anthropic's clients heed it: none should send the request again by itself.
+        fields["X-Should-Retry"] = "false"
+    return ApiRequestError(status, failure.message, code=code, retry_after_s=failure.retry_after_s, fields=fields)

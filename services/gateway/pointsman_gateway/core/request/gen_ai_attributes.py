@@ -23,16 +23,8 @@ _OPERATIONS = {
     Endpoint.COMPLETION: "text_completion",
     Endpoint.EMBEDDINGS: "embeddings",
 }
-# Attribute name after "gen_ai.request." -> field of the body, the same in all APIs.
-_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "seed": "seed",
-    "choice.count": "n",
-}
+# Fields of the body, the same in all APIs, that have their own names after "gen_ai.request.".
+_FIELDS = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
 _INT64 = 1 << 63
 
 
@@ -45,7 +37,8 @@ def request_attributes(call: ApiCall) -> dict[str, Value]:
         "gen_ai.request.stream": call.stream,
         "gen_ai.request.max_tokens": call.max_output_tokens or None,
     }
-    values |= {f"gen_ai.request.{name}": _number(call.body, field) for name, field in _FIELDS.items()}
+    values |= {f"gen_ai.request.{field}": _number(call.body, field) for field in _FIELDS}
+    values["gen_ai.request.choice.count"] = _number(call.body, "n")
     return known_attributes(values)
 
 

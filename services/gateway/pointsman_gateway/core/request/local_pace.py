@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 # A local placement takes one unit of its instance's bucket for each UNIT_TOKENS prompt tokens begun. UNITS_PER_S of them are
 # 65,536 prompt tokens per second, about what the fastest instances prefill: the pace holds up nothing that an instance could
 # begin to compute at once, and a crowd arrives as fast as it can be served. BURST_UNITS are a quarter of a second of it.
@@ -23,7 +21,7 @@ class LocalPace:
     each sequence of a request counts."""
 
     def __init__(self) -> None:
-        self._open: dict[str, int] = {}
+        self.open: dict[str, int] = {}  # number of open requests by instance id, without zeros
         self._waiting: dict[str, int] = {}
         # Instance id -> units that were left, and when. A bucket that is not listed is full. A placement may overdraw its bucket,
         # since a prompt may cost more than a whole one.
@@ -31,14 +29,9 @@ class LocalPace:
         # Instance id -> number of its requests that failed in a row, and until when it gets local placements last.
         self._failing: dict[str, tuple[int, float]] = {}
 
-    @property
-    def open(self) -> Mapping[str, int]:
-        """Number of open requests by instance id, without zeros."""
-        return self._open
-
     def opened(self, instance_id: str, sequences: int = 1) -> None:
         """Record that a request without a first byte is open at an instance. Mutates."""
-        self._open[instance_id] = self._open.get(instance_id, 0) + sequences
+        self.open[instance_id] = self.open.get(instance_id, 0) + sequences
         self._waiting[instance_id] = self._waiting.get(instance_id, 0) + sequences
 
     def began(self, instance_id: str, sequences: int = 1) -> None:
@@ -47,7 +40,7 @@ class LocalPace:
 
     def closed(self, instance_id: str, sequences: int = 1, *, began: bool) -> None:
         """Record that a request is not open at an instance any more. `began`: it had its first byte. Mutates."""
-        _subtract(self._open, instance_id, sequences)
+        _subtract(self.open, instance_id, sequences)
         if not began:
             _subtract(self._waiting, instance_id, sequences)
 

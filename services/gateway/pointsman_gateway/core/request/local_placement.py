@@ -19,11 +19,9 @@ def least_inflight(
     """Return the instance with the fewest open requests; None if all are excluded. Among several with the fewest, `round_robin`
     selects one."""
     ready = [instance_id for instance_id in ids if instance_id not in exclude]
-    if not ready:
-        return None
-    least = min(inflight.get(instance_id, 0) for instance_id in ready)
+    least = min((inflight.get(instance_id, 0) for instance_id in ready), default=0)
     best = [instance_id for instance_id in ready if inflight.get(instance_id, 0) == least]
-    return best[round_robin % len(best)]
+    return best[round_robin % len(best)] if best else None
 
 
 def unfit(request: placement_pb2.PlacementRequest, instances: Collection[placement_pb2.InstanceRef]) -> list[str]:

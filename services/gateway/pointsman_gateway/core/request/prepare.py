@@ -97,7 +97,7 @@ class RequestPreparer:
         else:
             session = self._sessions.resolve(tenant, chain, hint=hint, fresh=f"s-{request_id}")
         if context.trace is not None:
-            if context.trace.sampled and hint:
+            if context.trace.context.sampled and hint:
                 context.asked["gen_ai.conversation.id"] = bounded_id(hint)
             context.trace.prepared(request_id, context.asked, now)
         traceparent = headers.get("traceparent")
@@ -159,7 +159,7 @@ def _read(context: RequestContext) -> None:
     context.transfer_obstacle = transfer_obstacle(call)
     context.inline_kv_transfer = supports_inline_kv_transfer(call)
     context.answers_model = _answers_model(call)
-    if context.trace is not None and context.trace.sampled:
+    if context.trace is not None and context.trace.context.sampled:
         context.asked = request_attributes(call)
     call.drop_values()
 

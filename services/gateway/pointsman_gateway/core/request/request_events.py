@@ -323,8 +323,7 @@ class ReportServedAlone:
 @dataclass(frozen=True)
 class FailRequest:
     """Answer the client with an error. `code` as in Refusal, or INTERNAL if instances failed, or PLACEMENT_TIMEOUT, or
-    BREAKS_INSTANCES. `place` as in
-    PlacementRefused."""
+    BREAKS_INSTANCES. `place` as in PlacementRefused."""
 
     code: int
     message: str

@@ -8,71 +8,51 @@ has an operation name or usage, so that nothing is counted twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-from pointsman_common.core.tracing import Span, SpanContext, SpanEvent, SpanKind, Value, known_attributes
+from pointsman_common.core.tracing import Span, SpanEvent, SpanKind, Value, known_attributes
 from pointsman_gateway.core.request.attempt import Attempt, StepRun
 from pointsman_gateway.core.request.gen_ai_attributes import answer_attributes, span_name
-from pointsman_gateway.core.request_trace import placement_context, step_context
+from pointsman_gateway.core.request_trace import RequestTrace
 
-# Converts a monotonic time in s to Unix ns.
-Clock = Callable[[float], int]
 _STREAM = "gen_ai.request.stream"
 
 
-def request_span(
-    context: SpanContext,
-    parent_id: int,
-    route: str,
-    status: int,
-    received_at: float,
-    prepared_at: float,
-    now: float,
-    clock: Clock,
-    **values: Value,
-) -> Span:
-    """Return the span of a client's request. `prepared_at`: when its prompt was tokenised, 0 for never. `status`: HTTP status of
-    the answer, 499 if the client disconnected."""
+def request_span(trace: RequestTrace, route: str, model: str, status: int, now: float) -> Span:
+    """Return the span of a client's request that ends at `now`. `route` and `model` are those of this gateway, or empty.
+    `status`: HTTP status of the answer, 499 if the client disconnected."""
+    failed = status >= 500
     return Span(
         f"POST {route}",
-        context,
-        parent_id,
+        trace.context,
+        trace.parent_id,
         SpanKind.SERVER,
-        clock(received_at),
-        clock(now),
+        trace.clock(trace.received_at),
+        trace.clock(now),
         known_attributes(
             {
                 "http.request.method": "POST",
                 "http.route": route,
                 "http.response.status_code": status,
-                "error.type": str(status) if status >= 500 else None,
-                **values,
+                "error.type": str(status) if failed else None,
+                **trace.known,
+                "gen_ai.request.model": model,
             }
         ),
-        (SpanEvent("tokenised", clock(prepared_at)),) if prepared_at else (),
-        f"status {status}" if status >= 500 else "",
+        (SpanEvent("tokenised", trace.clock(trace.tokenised)),) if trace.tokenised else (),
+        f"status {status}" if failed else "",
     )
 
 
-def attempt_spans(
-    request: SpanContext,
-    attempt: Attempt,
-    asked: Mapping[str, Value],
-    error: str,
-    input_tokens: int,
-    now: float,
-    clock: Clock,
-) -> list[Span]:
-    """Return the spans of an attempt that ended at `now`: its placement and its steps. `asked`: attributes of the request's
-    parameters. `error`: how the attempt failed ("": it did not)."""
+def attempt_spans(trace: RequestTrace, attempt: Attempt, error: str, input_tokens: int, now: float) -> list[Span]:
+    """Return the spans of an attempt that ended at `now`: its placement and its steps. `error`: how the attempt failed ("": it
+    did not)."""
     first = attempt.step_runs[0].step if attempt.step_runs else None
     question = Span(
         "place",
-        placement_context(request, attempt.id),
-        request.span_id,
+        trace.placement_context(attempt.id),
+        trace.context.span_id,
         SpanKind.CLIENT,
-        clock(attempt.asked_at),
-        clock(attempt.placed_at or now),
+        trace.clock(attempt.asked_at),
+        trace.clock(attempt.placed_at or now),
         known_attributes(
             {
                 "pointsman.request_id": attempt.id,
@@ -87,21 +67,12 @@ def attempt_spans(
     )
     last = len(attempt.step_runs) - 1
     return [question] + [
-        _step_span(request, attempt, asked, run, error if at == last else "", now, clock)
-        for at, run in enumerate(attempt.step_runs)
+        _step_span(trace, attempt, run, error if at == last else "", now) for at, run in enumerate(attempt.step_runs)
     ]
 
 
-def _step_span(
-    request: SpanContext,
-    attempt: Attempt,
-    asked: Mapping[str, Value],
-    run: StepRun,
-    error: str,
-    now: float,
-    clock: Clock,
-) -> Span:
-    step, serves = run.step, not run.step.prefill_tokens
+def _step_span(trace: RequestTrace, attempt: Attempt, run: StepRun, error: str, now: float) -> Span:
+    step, serves, asked = run.step, not run.step.prefill_tokens, trace.asked
     error, events, gen_ai = run.error or error, [], dict[str, Value]()
     if serves:
         events = [("sent", attempt.sent_at), ("first token", attempt.first_byte_at)]
@@ -109,11 +80,11 @@ def _step_span(
         gen_ai = {**asked, **answer_attributes(attempt.usage, step.target.url, first_s, error)}
     return Span(
         span_name(asked) if serves else "prefill",
-        step_context(request, attempt.id, step.index),
-        request.span_id,
+        trace.step_context(attempt.id, step.index),
+        trace.context.span_id,
         SpanKind.CLIENT,
-        clock(run.began_at),
-        clock(run.ended_at or now),
+        trace.clock(run.began_at),
+        trace.clock(run.ended_at or now),
         known_attributes(
             {
                 "pointsman.request_id": attempt.id,
@@ -125,6 +96,6 @@ def _step_span(
                 **gen_ai,
             }
         ),
-        tuple(SpanEvent(name, clock(at)) for name, at in events if at),
+        tuple(SpanEvent(name, trace.clock(at)) for name, at in events if at),
         error,
     )

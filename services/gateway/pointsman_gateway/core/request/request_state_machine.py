@@ -25,44 +25,7 @@ from math import inf
 from typing import TypedDict, Unpack
 
 from pointsman_common.core.kv_transfer_params import fetch_limit_s
-from pointsman_gateway.core.request.request_events import (
-    BREAKS_INSTANCES,
-    INTERNAL,
-    NOT_FOUND,
-    PLACEMENT_TIMEOUT,
-    UNAVAILABLE,
-    AbortUpstream,
-    AdoptEarlyStep,
-    AdoptInstance,
-    AskNextStep,
-    AskRouter,
-    ClientDisconnected,
-    Effect,
-    EndStreamWithError,
-    Event,
-    FailRequest,
-    OtherAnswered,
-    Outcome,
-    PlacementRefused,
-    Prefill,
-    PrefillEnded,
-    PullEnded,
-    PullKv,
-    ReportFinished,
-    ReportFirstToken,
-    ReportServedAlone,
-    ReportStepDone,
-    RequestParked,
-    RequestTimeouts,
-    ResponseEnded,
-    ResponseRejected,
-    ResponseStarted,
-    RouterLost,
-    Serve,
-    StepAssigned,
-    Tick,
-    UpstreamFailed,
-)
+from pointsman_gateway.core.request import request_events as ev
 
 # Kind of failure, beside HTTP statuses: an instance broke the connection.
 BROKE = 0
@@ -101,24 +64,22 @@ class RequestStateMachine:
     `inline_kv_transfer`: the client's request can carry KV transfer parameters, and its first byte shows that the KV arrived.
     """
 
-    def __init__(self, request_id: str, timeouts: RequestTimeouts, *, inline_kv_transfer: bool = True) -> None:
+    def __init__(self, request_id: str, timeouts: ev.RequestTimeouts, *, inline_kv_transfer: bool = True) -> None:
         self._request_id = request_id
         self._timeouts = timeouts
         self._inline_kv_transfer = inline_kv_transfer
         self._serve_only = False  # a step of this attempt failed: only a SERVE without a KV transfer may follow
-        self._early_step: StepAssigned | None = None  # the step after the PREFILL, already sent
-        self._early_failure: UpstreamFailed | PullEnded | None = (
-            None  # failure of the early step while the router has not assigned it yet
-        )
+        self._early_step: ev.StepAssigned | None = None  # the step after the PREFILL, already sent
+        # Failure of the early step while the router has not assigned it yet.
+        self._early_failure: ev.UpstreamFailed | ev.PullEnded | None = None
         self._computed_at = ""  # instance that computed a part of the prompt in an attempt which lost its router
         self._exclude: list[str] = []
         self._refused_by: list[str] = []  # instances that answered 5xx to the request, or to a PREFILL of it
         self._rejected_by: list[str] = []  # instances that answered 4xx to the request, and are doubted
         # Status of an error to the whole request (BROKE: a broken connection) -> the instances that sent it.
         self._refusals: dict[int, list[str]] = {}
-        self._left: tuple[
-            str, ...
-        ] = ()  # instances that were left in the middle of a step, because another one's failed
+        # Instances that were left in the middle of a step, because another one's failed.
+        self._left: tuple[str, ...] = ()
         self._compares = False  # the attempt is to show whether an instance that answered 4xx was right
         self._attempts = 0
         self._retries = 0  # attempts after a failure
@@ -129,61 +90,58 @@ class RequestStateMachine:
         self._attempt_open = False  # the attempt may be placed at a router and is not finished
         self.attempt_id = request_id
         self.phase = Phase.PLACING
-        self.step: StepAssigned | None = None
+        self.step: ev.StepAssigned | None = None
 
     @property
     def deadline(self) -> float | None:
         """Time at which a Tick is due, on the clock of `now`; None while streaming and when done."""
         return None if self.phase in (Phase.STREAMING, Phase.DONE) else self._deadline
 
-    def start(self, now: float) -> list[Effect]:
-        """Return the first effects. Mutates."""
-        return self._start_attempt(now)
-
-    def handle(self, event: Event, now: float) -> list[Effect]:
+    def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
         """Return the effects of `event`. Mutates."""
         if self.phase is Phase.DONE:
             return []
         match event:
-            case ClientDisconnected():
-                return self._end(Outcome.CANCELLED, "client left")
-            case Tick():
+            case ev.ClientDisconnected():
+                return self._end(ev.Outcome.CANCELLED, "client left")
+            case ev.Tick():
                 return self._deadline_passed(now) if self.deadline is not None and now >= self._deadline else []
-            case StepAssigned():
+            case ev.StepAssigned():
                 return self._step_assigned(event, now)
-            case PlacementRefused():
+            case ev.PlacementRefused():
                 return self._placement_refused(event)
-            case RequestParked():
+            case ev.RequestParked():
                 if self.phase is Phase.PLACING and event.attempt_id == self.attempt_id:
                     self._deadline = now + event.bound_s + self._timeouts.placement_s
                 return []
-            case RouterLost():
+            case ev.RouterLost():
                 return self._router_lost(event, now)
-            case PrefillEnded():
+            case ev.PrefillEnded():
                 return self._prefill_ended(event, now) if self.phase is Phase.PREFILLING else []
-            case PullEnded():
+            case ev.PullEnded():
                 return self._pull_ended(event, now)
-            case ResponseStarted():
+            case ev.ResponseStarted():
                 return self._response_started()
-            case ResponseRejected():
+            case ev.ResponseRejected():
                 if self._early_step is not None:
-                    return self._upstream_failed(UpstreamFailed(f"status {event.status}", event.status), now)
+                    return self._upstream_failed(ev.UpstreamFailed(f"status {event.status}", event.status), now)
                 return self._response_rejected(event, now) if self.phase is Phase.SERVING else []
-            case ResponseEnded():
-                outcome = Outcome.FAILED if event.error else Outcome.OK
+            case ev.ResponseEnded():
+                outcome = ev.Outcome.FAILED if event.error else ev.Outcome.OK
                 return self._end(outcome, event.error) if self.phase is Phase.STREAMING else []
-            case UpstreamFailed():
+            case ev.UpstreamFailed():
                 return self._upstream_failed(event, now)
-            case OtherAnswered():
+            case ev.OtherAnswered():
                 return self._other_answered(event, now) if self.phase is Phase.SERVING else []
 
-    def _start_attempt(self, now: float) -> list[Effect]:
+    def start(self, now: float) -> list[ev.Effect]:
+        """Return the effects that begin an attempt; the caller begins the first one. Mutates."""
         self.phase, self.step, self._attempt_open, self._serve_only = Phase.PLACING, None, True, False
         self._early_step = self._early_failure = None
         self._deadline = now + min(self._timeouts.placement_s, COMPARE_S if self._compares else inf)
-        return [AskRouter(self.attempt_id, tuple(self._exclude), self._computed_at)]
+        return [ev.AskRouter(self.attempt_id, tuple(self._exclude), self._computed_at)]
 
-    def _step_assigned(self, step: StepAssigned, now: float) -> list[Effect]:
+    def _step_assigned(self, step: ev.StepAssigned, now: float) -> list[ev.Effect]:
         if step.attempt_id != self.attempt_id or self.phase not in (Phase.PLACING, Phase.AWAITING_NEXT_STEP):
             return []
         if self._serve_only:
@@ -192,9 +150,9 @@ class RequestStateMachine:
             return self._adopt_early_step(self._early_step, step, now)
         if step.fetches:
             limit_s = min(fetch_limit_s(step.prefill_tokens), self._timeouts.transfer_s)
-            return self._begin(Phase.PREFILLING, step, Prefill(step), limit_s, now)
+            return self._begin(Phase.PREFILLING, step, ev.Prefill(step), limit_s, now)
         if step.prefill_tokens:
-            effects = self._begin(Phase.PREFILLING, step, Prefill(step), self._timeouts.prefill_s, now)
+            effects = self._begin(Phase.PREFILLING, step, ev.Prefill(step), self._timeouts.prefill_s, now)
             if step.beside is not None:
                 early = replace(
                     step,
@@ -206,78 +164,76 @@ class RequestStateMachine:
                     kv_source=step.target,
                 )
                 self._early_step = early
-                effects.append(Serve(early, early=True) if self._inline_kv_transfer else PullKv(early, early=True))
+                effects.append(
+                    ev.Serve(early, early=True) if self._inline_kv_transfer else ev.PullKv(early, early=True)
+                )
             return effects
         if step.kv_source is None:
-            return self._begin(Phase.SERVING, step, Serve(step), self._timeouts.first_byte_s, now)
+            return self._begin(Phase.SERVING, step, ev.Serve(step), self._timeouts.first_byte_s, now)
         if self._inline_kv_transfer:
-            return self._begin(Phase.SERVING, step, Serve(step), self._timeouts.transfer_s, now)
-        return self._begin(Phase.PULLING, step, PullKv(step), self._timeouts.transfer_s, now)
+            return self._begin(Phase.SERVING, step, ev.Serve(step), self._timeouts.transfer_s, now)
+        return self._begin(Phase.PULLING, step, ev.PullKv(step), self._timeouts.transfer_s, now)
 
-    def _begin(self, phase: Phase, step: StepAssigned, effect: Effect, timeout_s: float, now: float) -> list[Effect]:
+    def _begin(
+        self, phase: Phase, step: ev.StepAssigned, effect: ev.Effect, timeout_s: float, now: float
+    ) -> list[ev.Effect]:
         self.phase, self.step = phase, step
         self._deadline = now + timeout_s
         return [effect]
 
-    def _adopt_early_step(self, early: StepAssigned, step: StepAssigned, now: float) -> list[Effect]:
+    def _adopt_early_step(self, early: ev.StepAssigned, step: ev.StepAssigned, now: float) -> list[ev.Effect]:
         """Handle the step that the router assigned after the PREFILL: the early step, or another one, which replaces it."""
         early_failure, self._early_step, self._early_failure = self._early_failure, None, None
         if step.prefill_tokens or (step.target, step.kv_source) != (early.target, early.kv_source):
-            return [AbortUpstream(), *self._step_assigned(step, now)]
+            return [ev.AbortUpstream(), *self._step_assigned(step, now)]
         phase = Phase.SERVING if self._inline_kv_transfer else Phase.PULLING
-        effects = self._begin(phase, step, AdoptEarlyStep(step), self._timeouts.transfer_s, now)
+        effects = self._begin(phase, step, ev.AdoptEarlyStep(step), self._timeouts.transfer_s, now)
         match early_failure:
-            case UpstreamFailed():
+            case ev.UpstreamFailed():
                 effects += self._upstream_failed(early_failure, now)
-            case PullEnded():
+            case ev.PullEnded():
                 effects += self._pull_ended(early_failure, now)
         return effects
 
-    def _promote_early_step(self) -> list[Effect]:
+    def _promote_early_step(self) -> list[ev.Effect]:
         """Make the early step the current one. Its KV has arrived, so the PREFILL ended, whether its answer has arrived or
         not."""
         if self._early_step is None:
             return []
         assert self.step is not None
-        over: list[Effect] = (
-            [ReportStepDone(self.attempt_id, self.step.index)] if self.phase is Phase.PREFILLING else []
+        over: list[ev.Effect] = (
+            [ev.ReportStepDone(self.attempt_id, self.step.index)] if self.phase is Phase.PREFILLING else []
         )
         self.step, self._early_step = self._early_step, None
-        return [*over, AdoptEarlyStep(self.step)]
+        return [*over, ev.AdoptEarlyStep(self.step)]
 
-    def _placement_refused(self, refused: PlacementRefused) -> list[Effect]:
+    def _placement_refused(self, refused: ev.PlacementRefused) -> list[ev.Effect]:
         if refused.attempt_id != self.attempt_id or self.phase not in (Phase.PLACING, Phase.AWAITING_NEXT_STEP):
             return []
-        abort: list[Effect] = [AbortUpstream()] if self._early_step is not None else []
+        abort: list[ev.Effect] = [ev.AbortUpstream()] if self._early_step is not None else []
         self._attempt_open = False
         self.phase = Phase.DONE
-        if refused.code == NOT_FOUND:
+        if refused.code == ev.NOT_FOUND:
             # The gateway sends only requests for models of the fleet, so the router has lost the model's instances.
-            refused = replace(refused, code=UNAVAILABLE, message="No instance is ready for this model.")
-        if self._compares or (self._exclude and refused.code == UNAVAILABLE):
-            refused = replace(refused, code=INTERNAL, message="The instance failed and no other is ready.", place=0)
+            refused = replace(refused, code=ev.UNAVAILABLE, message="No instance is ready for this model.")
+        if self._compares or (self._exclude and refused.code == ev.UNAVAILABLE):
+            refused = replace(refused, code=ev.INTERNAL, message="The instance failed and no other is ready.", place=0)
         return [*abort, self._failure(refused.code, refused.message, refused.retry_after_s, refused.place)]
 
-    def _router_lost(self, lost: RouterLost, now: float) -> list[Effect]:
+    def _router_lost(self, lost: ev.RouterLost, now: float) -> list[ev.Effect]:
         if lost.attempt_id != self.attempt_id or self.phase is not Phase.AWAITING_NEXT_STEP:
             return []
-        return self._retry_placement(now) if self._is_between_prefill_parts() else self._fall_back_to_serve(now)
-
-    def _is_between_prefill_parts(self) -> bool:
-        """Whether the last step computed a part of the prompt for its own instance, no other step is under way, and a new attempt
-        is allowed."""
         assert self.step is not None
+        # The last step computed a part of the prompt for its own instance, and no other step is under way.
         between = not self._serve_only and self._early_step is None and self.step.kv_target is None
-        return between and self._retries < self._timeouts.max_retries
-
-    def _retry_placement(self, now: float) -> list[Effect]:
-        """Start a new attempt because the plan was lost with its router. The next router plans from what is computed."""
-        assert self.step is not None
+        if not between or self._retries >= self._timeouts.max_retries:
+            return self._fall_back_to_serve(now)
+        # The plan was lost with its router. The next router plans from what is computed.
         self._computed_at = self.step.target.instance_id
-        ended = self._report_end(Outcome.CANCELLED, "its router was lost between two steps")
+        ended = self._report_end(ev.Outcome.CANCELLED, "its router was lost between two steps")
         return [*ended, *self._retry(now)]
 
-    def _fall_back_to_serve(self, now: float) -> list[Effect]:
+    def _fall_back_to_serve(self, now: float) -> list[ev.Effect]:
         """Serve without a next step from the router: at the instance that has the prefix, or that was to use it if a step
         failed."""
         assert self.step is not None
@@ -286,10 +242,10 @@ class RequestStateMachine:
             return self._step_assigned(replace(self._early_step, degraded=True), now)
         target = (self.step.kv_target if self._serve_only else None) or self.step.target
         computed = 0 if self._serve_only else self.step.prefill_tokens
-        alone = StepAssigned(self.attempt_id, target, self.step.index + 1, cached_tokens=computed, degraded=True)
-        return [*self._step_assigned(alone, now), ReportServedAlone(self.attempt_id)]
+        alone = ev.StepAssigned(self.attempt_id, target, self.step.index + 1, cached_tokens=computed, degraded=True)
+        return [*self._step_assigned(alone, now), ev.ReportServedAlone(self.attempt_id)]
 
-    def _prefill_ended(self, ended: PrefillEnded, now: float) -> list[Effect]:
+    def _prefill_ended(self, ended: ev.PrefillEnded, now: float) -> list[ev.Effect]:
         assert self.step is not None
         own = self.step.target.instance_id
         instance_id = ended.instance_id or own
@@ -305,53 +261,50 @@ class RequestStateMachine:
             return self._request_at_fault(ended.error, alike)
         return self._step_ended(ended.error, now, ended.instance_failed and not at_source)
 
-    def _step_ended(self, error: str, now: float, instance_failed: bool = False) -> list[Effect]:
+    def _step_ended(self, error: str, now: float, instance_failed: bool = False) -> list[ev.Effect]:
         assert self.step is not None
         self.phase = Phase.AWAITING_NEXT_STEP
-        abort: list[Effect] = []
+        abort: list[ev.Effect] = []
         if error:
             if self._early_step is not None:
-                abort = [AbortUpstream()]
+                abort = [ev.AbortUpstream()]
             if self.step.beside is not None:
                 self._left += (self.step.target.instance_id, self.step.beside.instance_id)
             self._serve_only, self._early_step, self._early_failure = True, None, None
         self._deadline = now + self._timeouts.placement_s
-        return [*abort, AskNextStep(self.attempt_id, self.step.index, error, instance_failed)]
+        return [*abort, ev.AskNextStep(self.attempt_id, self.step.index, error, instance_failed)]
 
-    def _pull_ended(self, pulled: PullEnded, now: float) -> list[Effect]:
+    def _pull_ended(self, pulled: ev.PullEnded, now: float) -> list[ev.Effect]:
         if self._early_step is None and self.phase is not Phase.PULLING:
             return []
         if pulled.error:
-            return (
-                self._step_ended(pulled.error, now)
-                if self._early_step is None
-                else self._early_step_failed(pulled, now)
-            )
+            early = self._early_step is not None
+            return self._early_step_failed(pulled, now) if early else self._step_ended(pulled.error, now)
         effects = self._promote_early_step()
         assert self.step is not None
         step = replace(self.step, kv_source=None)
-        return [*effects, *self._begin(Phase.SERVING, step, Serve(step), self._timeouts.first_byte_s, now)]
+        return [*effects, *self._begin(Phase.SERVING, step, ev.Serve(step), self._timeouts.first_byte_s, now)]
 
-    def _response_started(self) -> list[Effect]:
+    def _response_started(self) -> list[ev.Effect]:
         if self._early_step is None and self.phase is not Phase.SERVING:
             return []
         effects = self._promote_early_step()
         self.phase, self._begun = Phase.STREAMING, True
         self._refused_by += self._rejected_by
         self._rejected_by = []
-        return [*effects, ReportFirstToken(self.attempt_id, self._take_refused_by())]
+        return [*effects, ev.ReportFirstToken(self.attempt_id, self._take_refused_by())]
 
-    def _response_rejected(self, rejected: ResponseRejected, now: float) -> list[Effect]:
+    def _response_rejected(self, rejected: ev.ResponseRejected, now: float) -> list[ev.Effect]:
         """Pass on a 4xx answer, unless the instance is doubted, and another one has not been asked yet."""
         assert self.step is not None
         if rejected.own:  # The instance has answered.
-            return self._end(Outcome.REJECTED, "rejected")
+            return self._end(ev.Outcome.REJECTED, "rejected")
         alike = self._alike(rejected.status, self.step.target.instance_id)
         if alike or not self.step.doubted or self.step.kv_source or self._retries >= self._timeouts.max_retries:
-            return self._end(Outcome.REJECTED, "rejected", rejected.status, alike=alike)
+            return self._end(ev.Outcome.REJECTED, "rejected", rejected.status, alike=alike)
         self._rejected_by.append(self.step.target.instance_id)
         self._exclude.append(self.step.target.instance_id)
-        ended = self._end(Outcome.FAILED, f"status {rejected.status}", rejected.status, refused=True)
+        ended = self._end(ev.Outcome.FAILED, f"status {rejected.status}", rejected.status, refused=True)
         return [*ended, *self._retry(now, compares=True)]
 
     def _alike(self, status: int, instance_id: str) -> tuple[str, ...]:
@@ -362,20 +315,20 @@ class RequestStateMachine:
             known.append(instance_id)
         return alike
 
-    def _request_at_fault(self, error: str, alike: tuple[str, ...], kind: int = BROKE) -> list[Effect]:
+    def _request_at_fault(self, error: str, alike: tuple[str, ...], kind: int = BROKE) -> list[ev.Effect]:
         """End the request, which several instances have refused with the status `kind`. If they broke the connection there is no
         answer for the client."""
         broke = kind == BROKE
-        abort: list[Effect] = [AbortUpstream()] if broke else []
-        ended = self._end(Outcome.REJECTED, error, kind, refused=not broke, broke=broke, alike=alike)
+        abort: list[ev.Effect] = [ev.AbortUpstream()] if broke else []
+        ended = self._end(ev.Outcome.REJECTED, error, kind, refused=not broke, broke=broke, alike=alike)
         why = f"{len(alike) + 1} instances broke the connection while they had this request. It is sent to no other."
-        failure = [self._failure(BREAKS_INSTANCES, why)] if broke and not self._begun else []
+        failure = [self._failure(ev.BREAKS_INSTANCES, why)] if broke and not self._begun else []
         return [*abort, *ended, *failure]
 
-    def _early_step_failed(self, failed: UpstreamFailed | PullEnded, now: float) -> list[Effect]:
+    def _early_step_failed(self, failed: ev.UpstreamFailed | ev.PullEnded, now: float) -> list[ev.Effect]:
         """Handle the failure of the early step. It fails a PREFILL that still runs; after the PREFILL it is kept until the router
         assigns the step."""
-        if isinstance(failed, UpstreamFailed) and failed.broke:
+        if isinstance(failed, ev.UpstreamFailed) and failed.broke:
             assert self._early_step is not None
             if alike := self._alike(BROKE, self._early_step.target.instance_id):
                 return self._request_at_fault(failed.error, alike)
@@ -386,7 +339,7 @@ class RequestStateMachine:
         self._early_failure = failed
         return []
 
-    def _deadline_passed(self, now: float) -> list[Effect]:
+    def _deadline_passed(self, now: float) -> list[ev.Effect]:
         transferring = self.step is not None and self.step.kv_source is not None
         if self.phase is Phase.PREFILLING and self._early_failure is not None:
             return self._step_ended(f"the other instance: {self._early_failure.error}", now)
@@ -394,18 +347,18 @@ class RequestStateMachine:
             # A transfer that does not end may be the fault of either instance: only one that computes is reported as failed.
             computes = self.phase is Phase.PREFILLING and not transferring
             self._early_step = None
-            return [AbortUpstream(), *self._step_ended("deadline", now, computes)]
+            return [ev.AbortUpstream(), *self._step_ended("deadline", now, computes)]
         if self.phase is Phase.AWAITING_NEXT_STEP:
             return self._fall_back_to_serve(now)
         if self.phase is Phase.SERVING:
-            return self._upstream_failed(UpstreamFailed("no first byte in time"), now)
-        code = INTERNAL if self._compares else PLACEMENT_TIMEOUT
+            return self._upstream_failed(ev.UpstreamFailed("no first byte in time"), now)
+        code = ev.INTERNAL if self._compares else ev.PLACEMENT_TIMEOUT
         return [
-            *self._end(Outcome.FAILED, "no step in time"),
+            *self._end(ev.Outcome.FAILED, "no step in time"),
             self._failure(code, "No placement was found in time.", 1.0),
         ]
 
-    def _upstream_failed(self, failed: UpstreamFailed, now: float) -> list[Effect]:
+    def _upstream_failed(self, failed: ev.UpstreamFailed, now: float) -> list[ev.Effect]:
         if self._early_step is not None:
             return self._early_step_failed(failed, now)
         if self.phase is Phase.STREAMING:
@@ -416,8 +369,8 @@ class RequestStateMachine:
                 if alike := self._alike(BROKE, self.step.target.instance_id):
                     return self._request_at_fault(failed.error, alike)
             if failed.continuable and (failed.moved or self._retries < self._timeouts.max_retries):
-                return self._continue_elsewhere(failed, now)
-            return [*self._end(Outcome.FAILED, failed.error, failed.status), EndStreamWithError()]
+                return self._retry_elsewhere(failed, now, continued=True)
+            return [*self._end(ev.Outcome.FAILED, failed.error, failed.status), ev.EndStreamWithError()]
         if self.phase is not Phase.SERVING:
             return []
         assert self.step is not None
@@ -428,73 +381,72 @@ class RequestStateMachine:
             return self._request_at_fault(failed.error, alike)
         if self.step.kv_source is not None and failed.status:
             # The instance answers, so it can serve. That it fails with KV of another instance may be the fault of that instance.
-            return [AbortUpstream(), *self._step_ended(failed.error, now)]
+            return [ev.AbortUpstream(), *self._step_ended(failed.error, now)]
         if failed.refused:
             if alike := self._alike(failed.status, instance_id):
                 return self._request_at_fault(failed.error, alike, failed.status)
             self._refused_by.append(instance_id)
-        if not failed.moved:
-            self._exclude.append(instance_id)
-        self._computed_at = ""
-        broke = failed.broke and not failed.refused
-        effects = self._end(_outcome(failed), failed.error, failed.status, refused=failed.refused, broke=broke)
+        how = _How(refused=failed.refused, broke=failed.broke and not failed.refused)
         if not failed.moved and self._retries >= self._timeouts.max_retries:
-            return [*effects, self._failure(INTERNAL, "The request failed on every instance that was tried.")]
-        return [*effects, *self._retry(now, counts=not failed.moved)]
+            ended = self._end(_outcome(failed), failed.error, failed.status, **how)
+            return [*ended, self._failure(ev.INTERNAL, "The request failed on every instance that was tried.")]
+        return self._retry_elsewhere(failed, now, **how)
 
-    def _continue_elsewhere(self, failed: UpstreamFailed, now: float) -> list[Effect]:
+    def _retry_elsewhere(self, failed: ev.UpstreamFailed, now: float, **how: Unpack[_How]) -> list[ev.Effect]:
         assert self.step is not None
         if not failed.moved:
             self._exclude.append(self.step.target.instance_id)
         self._computed_at = ""
-        ended = self._end(_outcome(failed), failed.error, failed.status, continued=True)
+        ended = self._end(_outcome(failed), failed.error, failed.status, **how)
         return [*ended, *self._retry(now, counts=not failed.moved)]
 
-    def _other_answered(self, answered: OtherAnswered, now: float) -> list[Effect]:
+    def _other_answered(self, answered: ev.OtherAnswered, now: float) -> list[ev.Effect]:
         """End the attempt as failed; a new one, which no router has placed, has the answer. A proxy may have left an instance
         because of its 5xx, of which the request may be the cause: the end of the new attempt decides whose fault it was."""
         assert self.step is not None
         self._refused_by.append(self.step.target.instance_id)
         # The proxy's connection is not closed: it has the answer.
         why = "it did not answer, and the proxy asked another instance"
-        ended = self._report_end(Outcome.FAILED, why, refused=True)
+        ended = self._report_end(ev.Outcome.FAILED, why, refused=True)
         self._next_attempt_id()
         self._attempt_open = True
-        step = StepAssigned(self.attempt_id, answered.target, degraded=True)
-        serve = self._begin(Phase.SERVING, step, Serve(step), self._timeouts.first_byte_s, now)
-        return [*ended, AdoptInstance(step), *serve, ReportServedAlone(self.attempt_id)]
+        step = ev.StepAssigned(self.attempt_id, answered.target, degraded=True)
+        serve = self._begin(Phase.SERVING, step, ev.Serve(step), self._timeouts.first_byte_s, now)
+        return [*ended, ev.AdoptInstance(step), *serve, ev.ReportServedAlone(self.attempt_id)]
 
-    def _retry(self, now: float, *, counts: bool = True, compares: bool = False) -> list[Effect]:
+    def _retry(self, now: float, *, counts: bool = True, compares: bool = False) -> list[ev.Effect]:
         self._next_attempt_id()
         self._compares = compares
         self._retries += counts
-        return self._start_attempt(now)
+        return self.start(now)
 
     def _next_attempt_id(self) -> None:
         self._attempts += 1
         self.attempt_id = f"{self._request_id}.{self._attempts}"
 
-    def _end(self, outcome: Outcome, error: str = "", status: int = 0, **how: Unpack[_How]) -> list[Effect]:
+    def _end(self, outcome: ev.Outcome, error: str = "", status: int = 0, **how: Unpack[_How]) -> list[ev.Effect]:
         """End the attempt. Upstream connections are closed first, so that nothing runs that the router no longer counts."""
-        abort: list[Effect] = [] if outcome in (Outcome.OK, Outcome.REJECTED) else [AbortUpstream()]
+        abort: list[ev.Effect] = [] if outcome in (ev.Outcome.OK, ev.Outcome.REJECTED) else [ev.AbortUpstream()]
         ended = self._report_end(outcome, error, status, **how)
         # The client of a begun stream cannot get the error answer that rejects its request.
-        stream: list[Effect] = [EndStreamWithError()] if outcome is Outcome.REJECTED and self._begun else []
+        stream: list[ev.Effect] = [ev.EndStreamWithError()] if outcome is ev.Outcome.REJECTED and self._begun else []
         return [*abort, *ended, *stream]
 
-    def _report_end(self, outcome: Outcome, error: str = "", status: int = 0, **how: Unpack[_How]) -> list[Effect]:
+    def _report_end(
+        self, outcome: ev.Outcome, error: str = "", status: int = 0, **how: Unpack[_How]
+    ) -> list[ev.Effect]:
         """End the attempt, of which nothing runs at an instance, or whose connection goes on."""
         # A 4xx answer shows, as a first byte does, that the earlier 5xx answers were the fault of their instances.
-        shows = outcome is Outcome.REJECTED and not how.get("refused") and not how.get("broke")
+        shows = outcome is ev.Outcome.REJECTED and not how.get("refused") and not how.get("broke")
         refused_by = self._take_refused_by() if shows else ()
-        finished = ReportFinished(self.attempt_id, outcome, error, status, refused_by=refused_by, **how)
-        report: list[Effect] = [finished] if self._attempt_open else []
+        finished = ev.ReportFinished(self.attempt_id, outcome, error, status, refused_by=refused_by, **how)
+        report: list[ev.Effect] = [finished] if self._attempt_open else []
         self.phase, self._attempt_open, self._early_step = Phase.DONE, False, None
         return report
 
-    def _failure(self, code: int, message: str, retry_after_s: float | None = None, place: int = 0) -> Effect:
+    def _failure(self, code: int, message: str, retry_after_s: float | None = None, place: int = 0) -> ev.Effect:
         """Return what tells the client that its request failed: an error answer, or the end of a begun stream."""
-        return EndStreamWithError() if self._begun else FailRequest(code, message, retry_after_s, place)
+        return ev.EndStreamWithError() if self._begun else ev.FailRequest(code, message, retry_after_s, place)
 
     def _take_refused_by(self) -> tuple[str, ...]:
         """Remove and return the instances that answered 5xx to the request, each once. Mutates."""
@@ -502,5 +454,5 @@ class RequestStateMachine:
         return refused_by
 
 
-def _outcome(failed: UpstreamFailed) -> Outcome:
-    return Outcome.CANCELLED if failed.innocent or failed.moved else Outcome.FAILED
+def _outcome(failed: ev.UpstreamFailed) -> ev.Outcome:
+    return ev.Outcome.CANCELLED if failed.innocent or failed.moved else ev.Outcome.FAILED

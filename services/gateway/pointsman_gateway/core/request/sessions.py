@@ -35,8 +35,6 @@ class Sessions:
     """
 
     def __init__(self, capacity: int = 100_000) -> None:
-        if capacity < 1:
-            raise ValueError("capacity must be at least 1")
         self._capacity = capacity
         self._tails: dict[str, dict[int, _Tail]] = {}
         self._recent: OrderedDict[tuple[str, int], None] = OrderedDict()

@@ -84,15 +84,7 @@ def text_of(endpoint: Endpoint, events: bytes) -> str | None:
                 return None
             silent = not text and role is None
             texts.append(text)
-        except (
-            msgspec.MsgspecError,
-            UnicodeDecodeError,
-            RecursionError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-        ):
+        except (msgspec.MsgspecError, RecursionError, ValueError, LookupError, TypeError, AttributeError):
             return None
     return None if silent else "".join(texts)
 

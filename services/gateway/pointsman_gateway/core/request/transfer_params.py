@@ -12,8 +12,7 @@ sent: both connectors count blocks from the end of the prompt, so that D would r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -63,32 +62,12 @@ _MAYBE_IN_PROMPT = (
 )
 
 
+# The `kv_transfer_params` that a request carries.
+Params: TypeAlias = Mapping[str, Any]
+
+
 class TransferError(Exception):
-    """A KV transfer failed. The text contains no address. `instance_failed`: the failure of an instance is the cause. `refused`:
-    the instance answered 5xx. `broke`: the instance broke the connection. `instance_id`: the instance whose request failed; empty
-    if none did."""
-
-    def __init__(
-        self,
-        text: str,
-        *,
-        instance_failed: bool = False,
-        refused: bool = False,
-        broke: bool = False,
-        instance_id: str = "",
-    ) -> None:
-        super().__init__(text)
-        self.instance_failed = instance_failed
-        self.refused = refused
-        self.broke = broke
-        self.instance_id = instance_id
-
-
-@dataclass(frozen=True)
-class KvTransferParams:
-    """The `kv_transfer_params` that D's request must carry."""
-
-    params: Mapping[str, Any]
+    """A KV transfer failed, though no request to an instance did. The text contains no address."""
 
 
 def transfer_obstacle(call: ApiCall) -> str:
@@ -99,10 +78,7 @@ def transfer_obstacle(call: ApiCall) -> str:
         return "prompt embeddings"
     if call.body.get("prompt_logprobs") is not None:
         return "prompt_logprobs recompute the prompt"
-    prompt = call.body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
-        return "several prompts"
-    return ""
+    return "several prompts" if call.prompts > 1 else ""
 
 
 def supports_inline_kv_transfer(call: ApiCall) -> bool:
@@ -116,7 +92,7 @@ def supports_inline_kv_transfer(call: ApiCall) -> bool:
     return not several and not hidden and not transfer_obstacle(call)
 
 
-def prefill_request(call: ApiCall, params: Mapping[str, Any]) -> tuple[str, bytes]:
+def prefill_request(call: ApiCall, params: Params) -> tuple[str, bytes]:
     """Return path and body of a request that computes the KV of the call's prompt: one output token, not streamed. The call has
     no transfer_obstacle(). It may have dropped its values, so the prompt is that of its payload."""
     said: Mapping[str, Any]
@@ -130,10 +106,10 @@ def prefill_request(call: ApiCall, params: Mapping[str, Any]) -> tuple[str, byte
     body |= {"model": call.model, "stream": False, limit: 1, "n": 1, "ignore_eos": True}
     if call.cache_salt:
         body["cache_salt"] = call.cache_salt
-    return endpoint.value, msgspec.json.encode(body | {"kv_transfer_params": dict(params)})
+    return endpoint.value, msgspec.json.encode(body | {"kv_transfer_params": params})
 
 
-def prefix_request(call: ApiCall, ids: Sequence[int], params: Mapping[str, Any] | None = None) -> tuple[str, bytes]:
+def prefix_request(call: ApiCall, ids: Sequence[int], params: Params | None = None) -> tuple[str, bytes]:
     """Return path and body of a request that puts a prompt's first tokens into an instance's own prefix cache; with the transfer
     parameters `params`, one of the two requests that pass them on from another instance's."""
     body: dict[str, Any] = {
@@ -147,13 +123,8 @@ def prefix_request(call: ApiCall, ids: Sequence[int], params: Mapping[str, Any] 
     if call.cache_salt:
         body["cache_salt"] = call.cache_salt
     if params is not None:
-        body["kv_transfer_params"] = dict(params)
+        body["kv_transfer_params"] = params
     return Endpoint.COMPLETION.value, msgspec.json.encode(body)
-
-
-def with_params(payload: bytes, transfer: KvTransferParams) -> bytes:
-    """Return a request's JSON object with `kv_transfer_params` added; all other bytes are unchanged."""
-    return with_fields(payload, {"kv_transfer_params": dict(transfer.params)})
 
 
 def with_session_end(endpoint: Endpoint, payload: bytes) -> bytes:
@@ -162,12 +133,12 @@ def with_session_end(endpoint: Endpoint, payload: bytes) -> bytes:
     return with_fields(payload, {"kv_transfer_params": {SESSION_END: True}}) if endpoint in _WITH_PARAMS else payload
 
 
-def nixl_fetch(answer: bytes) -> KvTransferParams:
+def nixl_fetch(answer: bytes) -> Params:
     """Return the parameters, from P's `answer`, that make D fetch the KV that P keeps. Raises TransferError if P keeps none."""
     prefilled = check_prefilled(answer)
     if not prefilled.kv_transfer_params:
         raise TransferError("the prefill's answer has no kv_transfer_params")
-    return KvTransferParams(prefilled.kv_transfer_params)
+    return prefilled.kv_transfer_params
 
 
 def check_prefilled(answer: bytes) -> PrefillResponse:
@@ -181,11 +152,11 @@ def check_prefilled(answer: bytes) -> PrefillResponse:
     return prefilled
 
 
-def release_request(transfer: KvTransferParams) -> tuple[str, bytes]:
+def release_request(transfer: Params) -> tuple[str, bytes]:
     """Return path and body of a KV release: a request that no engine accepts. vLLM's API server notifies the connector of
     requests that it refuses, and the connector makes the other engine free the transfer's KV
     (_with_kv_transfer_rejection_cleanup)."""
-    body = {"model": RELEASE_MODEL, "prompt": [0], "max_tokens": 1, "kv_transfer_params": dict(transfer.params)}
+    body = {"model": RELEASE_MODEL, "prompt": [0], "max_tokens": 1, "kv_transfer_params": transfer}
     return Endpoint.COMPLETION.value, msgspec.json.encode(body)
 
 

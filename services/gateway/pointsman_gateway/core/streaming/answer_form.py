@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pointsman_gateway.core.api import Endpoint
 
+# Field in which vLLM tells usage and parts of an answer in bytes.
+METADATA = "metadata"
 # Fields of server-sent events, and comments.
 _FIELDS = (b"data", b"event", b"id", b"retry", b":")
 _BLANK = b" \t\r\n"
@@ -19,6 +21,11 @@ _ANSWER = {
     Endpoint.POOLING: b'"data"',
     Endpoint.CLASSIFY: b'"data"',
 }
+
+
+def is_in_bytes(endpoint: Endpoint, media_type: str) -> bool:
+    """Whether an answer is the numbers of embeddings themselves, as clients may ask for (`encoding_format` bytes, bytes_only)."""
+    return media_type == "application/octet-stream" and endpoint in (Endpoint.EMBEDDINGS, Endpoint.POOLING)
 
 
 def has_json_form(body: bytes) -> bool:

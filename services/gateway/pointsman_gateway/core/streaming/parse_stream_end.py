@@ -7,9 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from pointsman_gateway.core.api.api_call import Endpoint
+from pointsman_gateway.core.json_object import json_object
 
 # The last event of a Responses stream has the whole response and may be longer than the tail. vLLM writes the event's type last,
 # and its usage after everything that can be long. Inside a JSON string these bytes would be escaped.
@@ -32,6 +31,10 @@ _FINISH_REASONS = {
     "max_output_tokens": "length",
 }
 _MAX_REASON = 32
+# Names of the counts of prompt and output in the usage of OpenAI's APIs.
+_OF_CHOICES, _OF_RESPONSES = ("prompt_tokens", "completion_tokens"), ("input_tokens", "output_tokens")
+# Size of a stream's tail, from which its end and usage are read.
+TAIL_BYTES = 8 << 10
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,28 @@ class StreamEnd:
     sequence_number: int = -1
 
 
+class StreamTail:
+    """The last TAIL_BYTES or more of a stream, kept as the received pieces, so that no byte is copied until the end."""
+
+    __slots__ = ("_pieces", "_size", "endpoint")
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._pieces: list[bytes] = []  # a list, because an empty deque takes 0.7 KB and most tails are empty
+        self._size = 0
+
+    def add(self, piece: bytes) -> None:
+        """Add one piece, and drop pieces that the tail no longer needs. Mutates."""
+        self._pieces.append(piece)
+        self._size += len(piece)
+        while self._size - len(self._pieces[0]) >= TAIL_BYTES:
+            self._size -= len(self._pieces.pop(0))
+
+    def stream_end(self, *more: bytes) -> StreamEnd:
+        """Return how the stream ended, by the rules of its API. `more` is appended to the pieces, which do not change."""
+        return parse_stream_end(self.endpoint, b"".join((*self._pieces, *more)))
+
+
 def parse_stream_end(kind: Endpoint, text: bytes) -> StreamEnd:
     """Return how a stream ended, by the rules of its API. `text`: its last few KiB, which may begin in the middle of an event."""
     lines = [line[5:].strip() for line in text.splitlines() if line.startswith(b"data:")]
@@ -68,12 +93,12 @@ def parse_stream_end(kind: Endpoint, text: bytes) -> StreamEnd:
 
 def usage_of(body: bytes, kind: Endpoint) -> Usage:
     """Return the usage of an answer that is one JSON object; empty if it has none."""
-    answer = _object(body)
+    answer = json_object(body)
     if kind is Endpoint.MESSAGES:
         return _messages_usage(answer.get("usage"), answer.get("stop_reason"))
     if kind is Endpoint.RESPONSES:
-        return _responses_usage(answer.get("usage"), _responses_reason(answer))
-    return _openai_usage(answer.get("usage"), _choices_reason(answer))
+        return _usage(answer.get("usage"), _responses_reason(answer), *_OF_RESPONSES)
+    return _usage(answer.get("usage"), _choices_reason(answer), *_OF_CHOICES)
 
 
 def _openai_ending(lines: list[bytes]) -> StreamEnd:
@@ -81,21 +106,21 @@ def _openai_ending(lines: list[bytes]) -> StreamEnd:
     # Usage is in the last event before [DONE]. Two more events are read: for the choice's end, and for engines that send an empty
     # choice after the usage.
     for line in lines[-4:]:
-        event = _object(line)
+        event = json_object(line)
         usage = event.get("usage") or usage
         reason = _choices_reason(event) or reason
         if event.get("error"):
             error = _ENGINE_ERROR
         elif not event and line not in (b"[DONE]", b"{}", b""):
             error = error or _NO_OBJECT
-    return StreamEnd(bool(lines) and lines[-1] == b"[DONE]", _openai_usage(usage, reason), error)
+    return StreamEnd(bool(lines) and lines[-1] == b"[DONE]", _usage(usage, reason, *_OF_CHOICES), error)
 
 
 def _messages_ending(lines: list[bytes]) -> StreamEnd:
     """Read message_delta for the usage, and message_stop or error as the end. No event follows an error event."""
     complete, usage, error = False, Usage(), ""
     for line in lines[-4:]:
-        event = _object(line)
+        event = json_object(line)
         kind = event.get("type")
         if kind == "message_delta":
             delta = event.get("delta")
@@ -108,13 +133,13 @@ def _messages_ending(lines: list[bytes]) -> StreamEnd:
 
 def _responses_ending(lines: list[bytes], text: bytes) -> StreamEnd:
     sequence = int(found[-1]) if (found := _SEQUENCE.findall(text)) else -1
-    last = _object(lines[-1]) if lines else {}
+    last = json_object(lines[-1]) if lines else {}
     if last.get("type") == "error":
         return StreamEnd(True, Usage(), _ENGINE_ERROR, sequence)
     response = last.get("response")
     if isinstance(response, dict):
         complete, failed = last.get("type") in _ENDS, last.get("type") == "response.failed"
-        usage = _responses_usage(response.get("usage"), _responses_reason(response))
+        usage = _usage(response.get("usage"), _responses_reason(response), *_OF_RESPONSES)
     else:
         ended = _LAST_TYPE.search(text)
         complete, failed = ended is not None, ended is not None and ended[1] == b"failed"
@@ -131,7 +156,7 @@ def _usage_in_tail(text: bytes, status: str) -> Usage:
         "incomplete_details": {"reason": reason[0].decode()} if reason else None,
         "output": [{"type": "function_call"}] if called else [],
     }
-    return _responses_usage(_object_at_last(_USAGE, text), _responses_reason(answer))
+    return _usage(_object_at_last(_USAGE, text), _responses_reason(answer), *_OF_RESPONSES)
 
 
 def _object_at_last(key: re.Pattern[bytes], text: bytes) -> Any:
@@ -145,24 +170,12 @@ def _object_at_last(key: re.Pattern[bytes], text: bytes) -> Any:
         return None
 
 
-def _object(text: bytes) -> dict[str, Any]:
-    try:
-        value = msgspec.json.decode(text)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _openai_usage(usage: Any, reason: str) -> Usage:
+def _usage(usage: Any, reason: str, prompt: str, output: str) -> Usage:
+    """Return usage of an API of OpenAI. `prompt` and `output`: the names of its counts of tokens."""
     usage = usage if isinstance(usage, dict) else {}
-    cached = _inner(usage, "prompt_tokens_details", "cached_tokens")
-    return Usage(_count(usage.get("prompt_tokens")), cached, _count(usage.get("completion_tokens")), reason)
-
-
-def _responses_usage(usage: Any, reason: str) -> Usage:
-    usage = usage if isinstance(usage, dict) else {}
-    cached = _inner(usage, "input_tokens_details", "cached_tokens")
-    return Usage(_count(usage.get("input_tokens")), cached, _count(usage.get("output_tokens")), reason)
+    details = usage.get(f"{prompt}_details")
+    cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
+    return Usage(_count(usage.get(prompt)), cached, _count(usage.get(output)), reason)
 
 
 def _messages_usage(usage: Any, reason: object) -> Usage:
@@ -196,11 +209,6 @@ def _responses_reason(response: dict[str, Any]) -> str:
 
 def _reason(said: object) -> str:
     return _FINISH_REASONS.get(said, said[:_MAX_REASON]) if isinstance(said, str) else ""
-
-
-def _inner(usage: dict[str, Any], name: str, field: str) -> int | None:
-    details = usage.get(name)
-    return _count(details.get(field)) if isinstance(details, dict) else None
 
 
 def _count(value: object) -> int | None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-import msgspec
-
 from pointsman_gateway.core.api import (
     STREAM_FAILED,
     Endpoint,
@@ -20,9 +18,9 @@ from pointsman_gateway.core.api import (
     reports_error,
     was_aborted,
 )
+from pointsman_gateway.core.json_object import json_object
 from pointsman_gateway.core.streaming.id_comments import end_of_comment, ids_in, incomplete, without_comments
-from pointsman_gateway.core.streaming.parse_stream_end import StreamEnd
-from pointsman_gateway.core.streaming.stream_tail import StreamTail
+from pointsman_gateway.core.streaming.parse_stream_end import StreamEnd, StreamTail
 
 # Maximum size of a held incomplete event, bytes. A longer one is sent in parts.
 MAX_HELD_BYTES = 64 << 10
@@ -263,11 +261,8 @@ class SseFilter:
 
     def _next_number(self, behind: bytes = b"") -> int:
         """Return the sequence number of the event after the bytes `behind`; 0 for APIs that do not number events."""
-        return (
-            self.stream_end(behind).sequence_number + 1
-            if self._tail.endpoint.error_format is ErrorFormat.RESPONSES
-            else 0
-        )
+        numbered = self._tail.endpoint.error_format is ErrorFormat.RESPONSES
+        return self.stream_end(behind).sequence_number + 1 if numbered else 0
 
 
 def _has_ids(record: bytes | bytearray) -> bool:
@@ -282,8 +277,5 @@ def _without_usage(piece: bytes) -> bytes:
 def _is_usage(event: bytes) -> bool:
     if not event.startswith(b"data:") or b'"usage"' not in event:
         return False
-    try:
-        found = msgspec.json.decode(event[5:])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False
-    return isinstance(found, dict) and found.get("choices") == [] and isinstance(found.get("usage"), dict)
+    found = json_object(event[5:])
+    return found.get("choices") == [] and isinstance(found.get("usage"), dict)

@@ -9,7 +9,8 @@ without keys. With other media the prompt is known up to the first media part.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -141,7 +142,7 @@ class ChatTemplate:
         known = marked.find(_MEDIA_TAG)
         if known < 0:
             raise Unrenderable("the template drops what is in the place of media")
-        return Rendered(text, _same(text, marked, known), msgspec.json.encode(media, order="sorted"), steady)
+        return Rendered(text, common_prefix(text, marked[:known]), msgspec.json.encode(media, order="sorted"), steady)
 
     def _render(self, body: Mapping[str, Any], limits: RenderLimits, mark: str = "") -> tuple[str, bool]:
         """Return the text, and whether it is steady. `mark` replaces media parts."""
@@ -255,13 +256,10 @@ def _media(messages: list[Message]) -> Iterator[Message]:
                 yield part
 
 
-def _same(one: str, other: str, length: int) -> int:
-    """Return the length of the common prefix of `one` and `other`, at most `length`."""
-    low, high = 0, length + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if one.startswith(other[:middle]) else (low, middle)
-    return low
+def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the length of the common prefix of two texts, or arrays."""
+    shorter = min(len(one), len(other))
+    return bisect_left(range(shorter), True, key=lambda at: one[: at + 1] != other[: at + 1])
 
 
 def _part(part: str | dict[str, Any], as_dict: bool, mark: str) -> Any:

@@ -3,9 +3,10 @@
 `fastokens` keeps the tokens of the text between added tokens, so that a conversation pays for each message once. The pieces of a
 text that `tokenizers` encodes (`split_points`) are kept here.
 
-Both encoders are thread-safe. `least_chars` is the minimum length of the pieces that one wants, and `inline_chars` the number of
-characters that it encodes within 3 ms, whatever they are. `most_chars` is the maximum length of a piece: what an encoder takes of
-memory for each character (`tokenizers` 120 to 330 bytes, `fastokens` 20 to 100) is in no budget.
+Both encoders are thread-safe, and raise Unrenderable for half a surrogate pair. `least_chars` is the minimum length of the pieces
+that one wants, and `inline_chars` the number of characters that it encodes within 3 ms, whatever they are. `most_chars` is the
+maximum length of a piece: what an encoder takes of memory for each character (`tokenizers` 120 to 330 bytes, `fastokens` 20 to
+100) is in no budget.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import os
 import sys
 import threading
 from array import array
-from collections.abc import Sequence
 from typing import Any
 
 import structlog
 from tokenizers import Tokenizer
 
+from pointsman_gateway.core.tokens.render_budget import Unrenderable
 from pointsman_gateway.core.tokens.split_points import is_plain
 from pointsman_gateway.core.tokens.token_cache import ByteBoundedLru, TokenCache, TokenIds
 
@@ -27,6 +28,7 @@ log = structlog.get_logger()
 
 # Maximum number of characters of a piece whose encoding by `tokenizers` takes 30 to 60 MB of memory (120 to 240 bytes for each).
 LARGE_PIECE_CHARS = 1 << 18
+_HALF_A_PAIR = "a text with half a surrogate pair"
 
 
 class FastEncoderError(Exception):
@@ -54,32 +56,25 @@ class LibraryEncoder:
         """Take part in the cache."""
         self._cache.join(self._kept)
 
-    def find(self, pieces: Sequence[str]) -> list[TokenIds | None]:
-        """Return the tokens of each piece, None if they are not kept. Counts hits and misses."""
-        found = self._kept.get_all(pieces)
-        missing = sum(len(piece) for piece, ids in zip(pieces, found, strict=True) if ids is None)
-        self._cache.misses += missing
-        self._cache.hits += sum(map(len, pieces)) - missing
-        return found
+    def encode(self, piece: str) -> TokenIds:
+        """Return the tokens of a piece, and keep them. Counts it as a hit or miss."""
+        if (known := self._kept.get(piece)) is not None:
+            self._cache.hits += len(piece)
+            return known
+        self._cache.misses += len(piece)
+        ids = self.encode_anew(piece)
+        self._kept.put(piece, ids, sys.getsizeof(piece))
+        return ids
 
-    def encode(self, pieces: Sequence[str]) -> list[TokenIds]:
-        """Return the tokens of each piece, and keep them. Raises UnicodeError for half a surrogate pair."""
-        encoded = self.encode_all(pieces)
-        for piece, ids in zip(pieces, encoded, strict=True):
-            self._kept.put(piece, ids, sys.getsizeof(piece))
-        return encoded
-
-    def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[TokenIds]:
-        """Return the tokens of each text, and keep none. Raises UnicodeError."""
+    def encode_anew(self, text: str, *, add_special_tokens: bool = False) -> TokenIds:
+        """Return the tokens of a text, and keep none."""
         # One call per text encodes it in this thread. The library spreads several texts over all cores, which costs more than it
         # saves for short ones. encode() holds the interpreter lock; encode_batch_fast() releases it.
         try:
-            return [
-                array("I", self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
-                for text in texts
-            ]
+            [encoded] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError as error:
-            raise UnicodeError("half a surrogate pair") from error
+            raise Unrenderable(_HALF_A_PAIR) from error
+        return array("I", encoded.ids)
 
 
 class FastEncoder:
@@ -113,16 +108,12 @@ class FastEncoder:
             self._tokenizer.enable_segment_cache(limit)
             self._counted = 0, 0
 
-    def find(self, pieces: Sequence[str]) -> list[TokenIds | None]:
-        """As LibraryEncoder.find(); what is kept is known only to encode()."""
-        return [None] * len(pieces)
-
-    def encode(self, pieces: Sequence[str], *, counted: bool = True) -> list[TokenIds]:
+    def encode(self, piece: str, *, counted: bool = True) -> TokenIds:
         """As LibraryEncoder.encode(). `counted`: as hits and misses. Raises FastEncoderError."""
         try:
-            encoded = [array("I", self._tokenizer.encode_batch_flat([piece])[0]) for piece in pieces]
-        except UnicodeError:
-            raise
+            ids = array("I", self._tokenizer.encode_batch_flat([piece])[0])
+        except UnicodeError as error:
+            raise Unrenderable(_HALF_A_PAIR) from error
         except BaseException as error:
             # A panic of the library is no Exception, and ends nothing but this call.
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
@@ -132,8 +123,8 @@ class FastEncoder:
         if counted:
             self._cache.hits += known
             # A text without added tokens is neither found nor kept.
-            self._cache.misses += new if known or new else sum(map(len, pieces))
-        return encoded
+            self._cache.misses += new if known or new else len(piece)
+        return ids
 
     def _count(self) -> tuple[int, int]:
         """Return how many bytes were found and had to be encoded since the last call. Mutates."""
@@ -158,7 +149,7 @@ def fast_encoder_for(tokenizer: Tokenizer, cache: TokenCache) -> FastEncoder | N
         return None
     try:
         fast = FastEncoder(fastokens.Tokenizer.from_json_str(tokenizer.to_str()), cache)
-        fast.encode(["a"], counted=False)  # builds its tables
+        fast.encode("a", counted=False)  # builds its tables
     except (ValueError, FastEncoderError) as error:
         log.info("tokenizers encodes, since fastokens does not accept the tokenizer", reason=str(error))
         return None

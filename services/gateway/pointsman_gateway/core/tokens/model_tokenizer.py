@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from array import array
-from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,38 +16,24 @@ from tokenizers import Tokenizer
 from pointsman_gateway.core.api import ApiCall, Endpoint
 from pointsman_gateway.core.api.anthropic_messages import DISABLED, disabled_effort, merged_system
 from pointsman_gateway.core.api.prompt_length import check_tokens
+from pointsman_gateway.core.api.sequences import prompts_of
 from pointsman_gateway.core.tokens import tokenizer_probes
-from pointsman_gateway.core.tokens.chat_template import ChatTemplate, Rendered
-from pointsman_gateway.core.tokens.encoders import (
-    FastEncoder,
-    FastEncoderError,
-    LibraryEncoder,
-    fast_encoder_for,
-)
-from pointsman_gateway.core.tokens.render_budget import (
-    OverBudget,
-    RenderLimits,
-    Unrenderable,
-    light_limits,
-    thread_limits,
-)
+from pointsman_gateway.core.tokens.chat_template import ChatTemplate, Rendered, common_prefix
+from pointsman_gateway.core.tokens.encoders import FastEncoder, FastEncoderError, LibraryEncoder, fast_encoder_for
+from pointsman_gateway.core.tokens.render_budget import OverBudget, Unrenderable, light_limits, thread_limits
 from pointsman_gateway.core.tokens.split_points import SplitPoints, split_points_for
 from pointsman_gateway.core.tokens.token_cache import TokenCache, TokenIds
 
 log = structlog.get_logger()
 
-# Maximum number of pieces to join on the event loop; more are joined in a thread. Joining that many known pieces blocks the event
-# loop for about 0.5 ms.
-_INLINE_PIECES = 4 << 10
-# Number of characters that are tokenised before the tokens are counted. A prompt that is too long is not tokenised further. The
-# library's results are read, and freed, with the interpreter lock: for so many characters that takes some 3 ms.
-_BATCH_CHARS = 1 << 16
+# Maximum number of characters, and of tokens, of a text by which the encoders are compared. What `tokenizers` returns is read,
+# and freed, with the interpreter lock: for so many that takes some 3 ms.
+_COMPARED = 1 << 16
 # Memory of a token's id while a prompt is tokenised: it is in a piece's ids and in the prompt's.
 _TOKEN_BYTES = 8
 # Number of drawn texts by which `fastokens` is compared while a tokenizer is loaded. They take 0.1 to 0.2 s.
 _PROVED_AT_LOAD = 200
 _NONE: TokenIds = array("I")
-_LIMITS = RenderLimits()
 
 
 @dataclass(frozen=True)
@@ -69,17 +54,15 @@ class Prompt:
 
 @dataclass
 class _Text:
-    """One text: its pieces, the tokens of the pieces that are known, and the special tokens around them. `around` is None if only
-    the `tokenizers` library can place the special tokens; the text is then one piece."""
+    """One text: its pieces, and the special tokens around them. `around` is None if only the `tokenizers` library can place the
+    special tokens; the text is then one piece."""
 
     pieces: list[str]
-    found: list[TokenIds | None]
     around: tuple[TokenIds, TokenIds] | None
 
 
 class PendingPrompt:
-    """A prompt of which some pieces may not be tokenised yet. `missing_chars`: number of characters of those pieces;
-    `longest_missing`: of the longest one."""
+    """A prompt that is not tokenised yet. `longest`: number of characters of its longest piece."""
 
     def __init__(
         self,
@@ -99,19 +82,15 @@ class PendingPrompt:
         self._media = media
         self._steady = steady
         texts = [prompt for prompt in prompts if isinstance(prompt, _Text)]
-        missing = [
-            len(piece) for text in texts for piece, ids in zip(text.pieces, text.found, strict=True) if ids is None
-        ]
-        self.missing_chars, self.longest_missing = sum(missing), max(missing, default=0)
-        self._inline_chars = tokenizer.encoder.inline_chars
-        if self.longest_missing > tokenizer.encoder.most_chars:
-            raise Unrenderable(f"{self.longest_missing} characters without a place to cut them")
-        self._pieces = sum(len(text.pieces) for text in texts)
+        lengths = [len(piece) for text in texts for piece in text.pieces]
+        self.longest = max(lengths, default=0)
+        self._inline = sum(lengths) <= tokenizer.encoder.inline_chars
+        if self.longest > tokenizer.encoder.most_chars:
+            raise Unrenderable(f"{self.longest} characters without a place to cut them")
 
     async def tokenize_by(self, run_in_thread: Callable[[Callable[[], Prompt]], Awaitable[Prompt]]) -> Prompt:
         """Return tokenize(), run at once if it takes about a millisecond, else in a thread. Raises Unrenderable."""
-        inline = self.missing_chars <= self._inline_chars and self._pieces <= _INLINE_PIECES
-        return self.tokenize() if inline else await run_in_thread(self.tokenize)
+        return self.tokenize() if self._inline else await run_in_thread(self.tokenize)
 
     def tokenize(self) -> Prompt:
         """Return the tokenised prompt. Raises Unrenderable. May run in any thread, and releases the interpreter lock for long
@@ -124,7 +103,8 @@ class PendingPrompt:
                 raise Unrenderable("more tokens than there is memory for")
             if self._most_tokens and len(every[-1]) > self._most_tokens:
                 break
-        common = _common(every) if len(every) > 1 else 0
+        # What all begin with is what the first and the last one in lexicographic order do.
+        common = common_prefix(min(every), max(every)) if len(every) > 1 else 0
         return Prompt(every[0], tuple(map(len, every)), self._media, self._steady, common)
 
 
@@ -184,11 +164,11 @@ class ModelTokenizer:
             if not isinstance(fast, FastEncoder):
                 return False
             try:
-                ids = fast.encode([text], counted=False)[0]
+                ids = fast.encode(text, counted=False)
             except FastEncoderError as error:
                 self._switch_back(str(error))
                 return False
-            if len(ids) <= _BATCH_CHARS and ids != self.whole(text):
+            if len(ids) <= _COMPARED and ids != self.whole(text):
                 self._switch_back(f"other tokens for a text of {len(text)} characters")
                 return False
         return True
@@ -206,7 +186,7 @@ class ModelTokenizer:
             log.error("fastokens is used no longer, and tokenizers encodes", reason=reason)
 
     def prepare(self, call: ApiCall, context: int = 0, *, light: bool = False) -> PendingPrompt:
-        """Return `call`'s prompt as the engine will see it: rendered, with the cached tokens of its pieces. `context`: maximum
+        """Return `call`'s prompt as the engine will see it: rendered, and cut into pieces. `context`: maximum
         number of tokens that are of use (0: unknown). `light`: within the limits of the event loop. Raises Unrenderable if the
         prompt cannot be rendered outside the engine (OverBudget: or not within the limits), ContextExceeded if it has too many
         characters for `context`, and ApiRequestError."""
@@ -217,30 +197,22 @@ class ModelTokenizer:
             most = context * self._max_token_chars
             limits = (light_limits if light else thread_limits)(most, len(call.payload), call.decoded_bytes)
             try:
-                rendered = self._rendered(chat, limits)
+                rendered = self._template_for(chat).read(chat, limits)
             except OverBudget as over:
                 self._check_chars(call.endpoint, over.characters, context)
                 raise
-            special = chat.get("add_special_tokens") is True
-            read = self._head if rendered.media else self._whole
-            text = read(rendered, add_special_tokens=special)
+            text = self._of_chat(rendered, add_special_tokens=chat.get("add_special_tokens") is True)
             room = max(limits.memory - len(rendered.text), 0) // _TOKEN_BYTES
             return PendingPrompt(self, [text], context, room, media=rendered.media, steady=rendered.steady)
         add = call.body.get("add_special_tokens") is not False
-        given = call.body["prompt"]
-        if isinstance(given, str) or isinstance(given[0], int):
-            given = [given]
-        for prompt in given:
+        prompts: list[_Text | TokenIds] = []
+        for prompt in prompts_of(call.body):
             if isinstance(prompt, str):
                 self._check_chars(call.endpoint, len(prompt), context)
-        return PendingPrompt(
-            self,
-            [
-                self._text(prompt, add_special_tokens=add) if isinstance(prompt, str) else array("I", prompt)
-                for prompt in given
-            ],
-            context,
-        )
+                prompts.append(self._text(prompt, add_special_tokens=add))
+            else:
+                prompts.append(array("I", prompt))
+        return PendingPrompt(self, prompts, context)
 
     def _check_chars(self, endpoint: Endpoint, characters: int, context: int) -> None:
         """Raises ContextExceeded if a text has more characters than `context` tokens can have, as vLLM does (renderers/params.py,
@@ -272,75 +244,55 @@ class ModelTokenizer:
 
     def chat(self, body: dict[str, Any]) -> list[int]:
         """Return the token ids of a chat completions body without media. Raises Unrenderable."""
-        rendered = self._rendered(body)
-        if rendered.media:
-            raise Unrenderable("a content part that is not text")
-        return self.text(rendered.text, add_special_tokens=body.get("add_special_tokens") is True)
+        text = self._template_for(body).render(body)
+        return self.text(text, add_special_tokens=body.get("add_special_tokens") is True)
 
     def text(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of plain text. Raises Unrenderable."""
         return self.tokens(self._text(text, add_special_tokens=add_special_tokens)).tolist()
 
     def tokens(self, text: _Text, most: int = 0) -> TokenIds:
-        """Return the tokens of `text`; tokenise and cache the pieces that are not known. If there are more than `most` tokens (0:
-        no limit), possibly only some of them, but more than `most`. Raises Unrenderable."""
+        """Return the tokens of `text`. If there are more than `most` tokens (0: no limit), possibly only some of them, but more
+        than `most`. Raises Unrenderable."""
         if text.around is None:
-            return self._by_library(text.pieces, add_special_tokens=True)[0]
+            return self._library.encode_anew(text.pieces[0], add_special_tokens=True)
         before, after = text.around
-        made: dict[str, TokenIds] = {}
-        count = sum(len(ids) for ids in text.found if ids is not None)
-        new = dict.fromkeys(piece for piece, ids in zip(text.pieces, text.found, strict=True) if ids is None)
-        for batch in _batches(list(new)):
-            if most and count > most:
-                break
-            encoded = self._encode(batch)
-            made |= zip(batch, encoded, strict=True)
-            count += sum(map(len, encoded))
         all_ids = before[:]
-        for piece, known in zip(text.pieces, text.found, strict=True):
-            all_ids += made.get(piece, _NONE) if known is None else known
+        for piece in text.pieces:
+            all_ids += self._encode(piece)
             if most and len(all_ids) > most:
                 return all_ids
         return all_ids + after
 
     def whole(self, text: str) -> TokenIds:
         """Return the token ids of plain text without special tokens, tokenised as a whole: the reference for all other ways."""
-        return self._by_library([text])[0]
+        return self._library.encode_anew(text)
 
     def decode(self, ids: TokenIds, *, special: bool = True) -> str:
         """Return the text of these tokens, with or without special tokens."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not special)
         return text
 
-    def _encode(self, pieces: list[str]) -> list[TokenIds]:
-        if self._seen is None and len(pieces[0]) <= _BATCH_CHARS:
-            self._seen = pieces[0]
+    def _encode(self, piece: str) -> TokenIds:
+        if self._seen is None and len(piece) <= _COMPARED:
+            self._seen = piece
         try:
-            return self.encoder.encode(pieces)
-        except UnicodeError as error:
-            raise Unrenderable("a text with half a surrogate pair") from error
+            return self.encoder.encode(piece)
         except FastEncoderError as error:
             self._switch_back(str(error))
-            return self._encode(pieces)
+            return self._encode(piece)
 
-    def _by_library(self, texts: list[str], *, add_special_tokens: bool = False) -> list[TokenIds]:
-        try:
-            return self._library.encode_all(texts, add_special_tokens=add_special_tokens)
-        except UnicodeError as error:
-            raise Unrenderable("a text with half a surrogate pair") from error
-
-    def _rendered(self, body: dict[str, Any], limits: RenderLimits = _LIMITS) -> Rendered:
+    def _template_for(self, body: dict[str, Any]) -> ChatTemplate:
         template = self._tool_template if body.get("tools") is not None else self._template
         if template is None:
             raise Unrenderable("the model has no chat template")
-        return template.read(body, limits)
+        return template
 
-    def _whole(self, rendered: Rendered, *, add_special_tokens: bool) -> _Text:
-        return self._text(rendered.text, add_special_tokens=add_special_tokens)
-
-    def _head(self, rendered: Rendered, *, add_special_tokens: bool) -> _Text:
-        """Return the part of a prompt with media whose tokens are known. `add_special_tokens`: put the special tokens before it;
-        otherwise it has only those that the template writes."""
+    def _of_chat(self, rendered: Rendered, *, add_special_tokens: bool) -> _Text:
+        """Return a chat's text; of a prompt with media the part whose tokens are known. `add_special_tokens`: put the special
+        tokens around it, or before the part; otherwise it has only those that the template writes."""
+        if not rendered.media:
+            return self._text(rendered.text, add_special_tokens=add_special_tokens)
         if add_special_tokens and self._around is None:
             raise Unrenderable("special tokens around a prompt with media")
         before = self._around[0] if add_special_tokens and self._around else _NONE
@@ -348,26 +300,21 @@ class ModelTokenizer:
 
     def _text(self, text: str, *, add_special_tokens: bool) -> _Text:
         around = self._around if add_special_tokens else (_NONE, _NONE)
-        return _Text([text], [None], None) if around is None else self._in_pieces(text, around)
+        return _Text([text], None) if around is None else self._in_pieces(text, around)
 
     def _in_pieces(self, text: str, around: tuple[TokenIds, TokenIds]) -> _Text:
-        encoder = self.encoder
-        pieces = self.split_points.pieces(text, encoder.least_chars)
-        return _Text(pieces, encoder.find(pieces), around)
+        return _Text(self.split_points.pieces(text, self.encoder.least_chars), around)
 
     def _special_tokens_around(self) -> tuple[TokenIds, TokenIds] | None:
         """Return the special tokens that add_special_tokens puts before and after any text; None if it works in another way."""
-        found: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+        around = []
         for text in ("points", "7 tracks"):
-            inner, outer = self.whole(text), self._by_library([text], add_special_tokens=True)[0]
+            inner, outer = self.whole(text), self._library.encode_anew(text, add_special_tokens=True)
             places = [at for at in range(len(outer)) if inner and outer[at : at + len(inner)] == inner]
             if len(places) != 1:
                 return None
-            found.add((tuple(outer[: places[0]]), tuple(outer[places[0] + len(inner) :])))
-        if len(found) != 1:
-            return None
-        before, after = found.pop()
-        return array("I", before), array("I", after)
+            around.append((outer[: places[0]], outer[places[0] + len(inner) :]))
+        return around[0] if around[0] == around[1] else None
 
     def _rendered_probes(self) -> list[str]:
         if self._template is None:
@@ -381,30 +328,10 @@ class ModelTokenizer:
     def _tried(self, cuts: SplitPoints, rendered: list[str]) -> SplitPoints:
         """Return `cuts` if the probes' pieces have the tokens of the whole probes, else no split points."""
         for text in (*tokenizer_probes.TEXTS, *rendered):
-            pieces = self._by_library(cuts.pieces(text, self._library.least_chars))
+            pieces = map(self.whole, cuts.pieces(text, self._library.least_chars))
             if sum(pieces, array("I")) != self.whole(text):
                 log.error(
                     "pieces of a text have other tokens than the whole text; split points are disabled", cuts=cuts
                 )
                 return SplitPoints()
         return cuts
-
-
-def _common(prompts: Sequence[TokenIds]) -> int:
-    """Return the number of tokens that all prompts begin with: those of the first and the last one in lexicographic order."""
-    first, last = min(prompts), max(prompts)
-    return bisect_left(range(min(len(first), len(last))), True, key=lambda at: first[: at + 1] != last[: at + 1])
-
-
-def _batches(pieces: list[str]) -> Iterator[list[str]]:
-    """Yield `pieces`, in order, in lists of about _BATCH_CHARS characters."""
-    batch: list[str] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece)
-        if size >= _BATCH_CHARS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

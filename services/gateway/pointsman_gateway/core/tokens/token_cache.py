@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Protocol, TypeAlias
 from weakref import WeakSet
 
@@ -50,21 +50,11 @@ class ByteBoundedLru:
 
     def get(self, key: Hashable) -> TokenIds | None:
         """Return the value and mark it as used; None if it is not kept."""
-        return self.get_all((key,))[0]
-
-    def get_all(self, keys: Iterable[Hashable]) -> list[TokenIds | None]:
-        """Return the value of each key, as `get`."""
-        values = self._values
-        found: list[TokenIds | None] = []
         with self._lock:
-            for key in keys:
-                value = values.get(key)
-                if value is None:
-                    found.append(None)
-                else:
-                    values.move_to_end(key)
-                    found.append(value[0])
-        return found
+            if (value := self._values.get(key)) is None:
+                return None
+            self._values.move_to_end(key)
+            return value[0]
 
     def put(self, key: Hashable, value: TokenIds, key_bytes: int) -> None:
         """Keep a value, unless it is larger than the limit or its key is present."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from pointsman_gateway.core.api import ApiRequestError, was_aborted
-from pointsman_gateway.core.http_message import ResponseWriter
+from pointsman_gateway.core.http_message import JSON_FIELDS, ResponseWriter
 from pointsman_gateway.core.memory_budget import Holding
 from pointsman_gateway.core.request.request_events import Target
 from pointsman_gateway.core.streaming.rest_of_text import RestOfText
@@ -43,7 +43,7 @@ class NoRoomForAnswer(ApiRequestError):
 
     def __init__(self) -> None:
         message = "The gateway has no memory left for another answer: request a stream, or try again."
-        super().__init__(503, message, type_="server_error", code="no_room", retry_after_s=1.0)
+        super().__init__(503, message, code="no_room")
 
 
 class Upstream:
@@ -63,20 +63,11 @@ class Upstream:
         """Close every connection."""
         self._pool.close()
 
-    @property
-    def connections(self) -> int:
-        """Number of open connections to instances, including idle ones."""
-        return len(self._pool.connections)
-
-    async def post(self, target: Target, path: str, payload: bytes, headers: Mapping[str, str]) -> UpstreamResponse:
-        """Send a POST request; return the answer after its head. The caller must read the answer to its end or close it. Raises
-        UpstreamError."""
-        return await self.send(target, "POST", path, payload, headers)
-
     async def send(
         self, target: Target, method: str, path: str, payload: bytes, headers: Mapping[str, str]
     ) -> UpstreamResponse:
-        """As post(), with any method."""
+        """Send a request; return the answer after its head. The caller must read the answer to its end or close it. Raises
+        UpstreamError."""
         return await self._pool.send(method, target.url, path, self.fields(target, headers), payload)
 
     def fields(self, target: Target, headers: Mapping[str, str]) -> dict[str, str]:
@@ -128,9 +119,13 @@ class Upstream:
     async def post_for_body(self, target: Target, path: str, payload: bytes, headers: Mapping[str, str]) -> bytes:
         """Send a POST request and return the body of its answer with status 200. Raises UpstreamError. An error or a cancellation
         closes the connection, by which the engine notices that the request was dropped."""
-        body = await self._whole(await self.post(target, path, payload, headers))
-        if was_aborted(body):
-            raise AbortedByEngine
+        try:
+            body = await self._whole(await self.send(target, "POST", path, payload, headers))
+            if was_aborted(body):
+                raise AbortedByEngine
+        except UpstreamError as error:
+            error.instance_id = target.instance_id
+            raise
         return body
 
     async def get(self, url: str, path: str) -> bytes:
@@ -148,24 +143,19 @@ class Upstream:
 
     async def tokenize(self, url: str, body: dict[str, Any], timeout_s: float) -> list[int] | None:
         """Return the token ids from the engine's /tokenize; None if it refuses the body (400 or 422). Raises UpstreamError."""
-        headers = {"Content-Type": "application/json"}
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self.post(Target("", url), "/tokenize", msgspec.json.encode(body), headers)
-                try:
-                    raw = await self.read_all(answer)
-                finally:
-                    answer.close()
+                asked = msgspec.json.encode(body)
+                answer = await self.post_for_body(Target("", url), "/tokenize", asked, JSON_FIELDS)
+            return msgspec.json.decode(answer, type=_Tokenized).tokens
         except TimeoutError as error:
             raise UpstreamError("/tokenize took too long") from error
-        if answer.status in (400, 422):
-            return None
-        if answer.status != 200:
-            raise UpstreamError(f"/tokenize answered {answer.status}", answer.status)
-        try:
-            return msgspec.json.decode(raw, type=_Tokenized).tokens
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UpstreamError("/tokenize answered without token ids") from error
+        except UpstreamError as error:
+            if error.status in (400, 422):
+                return None
+            raise
 
 
 class _Tokenized(msgspec.Struct):

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import httptools
 
 from pointsman_gateway.core.dead_connections import Peer
-from pointsman_gateway.core.http_message import Headers
+from pointsman_gateway.core.http_message import Headers, ResponseWriter
 
 # Buffered bytes of an answer from which reading from the instance is paused.
 HIGH_WATER = 256 << 10
@@ -26,8 +26,10 @@ class UpstreamError(Exception):
 
     `status` is 0 if the instance did not answer. `sent`: the instance may have received the request. `refused`: the instance
     answered 5xx, which may be the fault of the request or of the instance. `broke`: the connection broke after the instance may
-    have received the request.
+    have received the request. `instance_id`: the instance, if Upstream.post_for_body() raised it.
     """
+
+    instance_id = ""
 
     def __init__(
         self, text: str, status: int = 0, *, sent: bool = True, refused: bool = False, broke: bool = False
@@ -58,20 +60,13 @@ class Origin:
     tls: bool
 
 
-class Out(Protocol):
-    """The destination of a body's bytes that are sent unchanged."""
-
-    @property
-    def send(self) -> Callable[[bytes], None]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Passthrough:
     """A shortcut past the parser: of a chunk that arrives whole and alone `out` gets what `pass_whole` returns, with its framing;
     if that is empty, the chunk is parsed."""
 
     pass_whole: Callable[[bytes], bytes]
-    out: Out
+    out: ResponseWriter
 
 
 class Carrier(Protocol):
@@ -106,20 +101,10 @@ class UpstreamResponse:
         self._error: UpstreamError | None = None
         self._pieces: list[bytes] = []
         self._size = 0
-        self._paused = False
+        self.paused = False  # whether reading is
         self._changed: asyncio.Future[None] | None = None
         self.sink: Callable[[bytes], None] | None = None  # receives the pieces of a body that is piped
         self.passthrough: Passthrough | None = None
-
-    @property
-    def media_type(self) -> str:
-        """The body's type in lower case, without parameters."""
-        return self.headers.get("content-type").partition(";")[0].strip().lower()
-
-    @property
-    def paused(self) -> bool:
-        """Whether reading is paused."""
-        return self._paused
 
     @property
     def heard_at(self) -> float:
@@ -174,14 +159,14 @@ class UpstreamResponse:
 
     def pause(self) -> None:
         """Pause reading the answer from the instance."""
-        if self._carrier is not None and not self._paused:
-            self._paused = True
+        if self._carrier is not None and not self.paused:
+            self.paused = True
             self._carrier.pause()
 
     def resume(self) -> None:
         """Resume reading the answer from the instance."""
-        if self._paused and self._carrier is not None:
-            self._paused = False
+        if self.paused and self._carrier is not None:
+            self.paused = False
             self._carrier.resume()
 
     def give_up(self, text: str) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from pointsman_common.core.kv_transfer_params import mooncake_fetch, mooncake_send, nixl_send
-from pointsman_gateway.core.api import ApiCall
+from pointsman_gateway.core.api import with_fields
+from pointsman_gateway.core.http_message import JSON_FIELDS
 from pointsman_gateway.core.request import transfer_params as kv
+from pointsman_gateway.core.request.placement_messages import target_of
+from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import StepAssigned, Target
 from pointsman_gateway.io.engines.engine_client import Upstream, UpstreamError
 
@@ -65,7 +67,7 @@ class KvReleases:
         self._count = count
         self._running: set[asyncio.Task[None]] = set()
 
-    def begin(self, transfer: kv.KvTransferParams, askable: Sequence[Target]) -> None:
+    def begin(self, transfer: kv.Params, askable: Sequence[Target]) -> None:
         """Start a release through the first instance of `askable` that answers; return at once."""
         task = asyncio.create_task(self._release(transfer, askable))
         self._running.add(task)
@@ -77,12 +79,12 @@ class KvReleases:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
 
-    async def _release(self, transfer: kv.KvTransferParams, askable: Sequence[Target]) -> None:
+    async def _release(self, transfer: kv.Params, askable: Sequence[Target]) -> None:
         path, body = kv.release_request(transfer)
         for target in askable:
             try:
                 async with asyncio.timeout(RELEASE_WITHIN_S):
-                    answer = await self._upstream.post(target, path, body, {"Content-Type": "application/json"})
+                    answer = await self._upstream.send(target, "POST", path, body, JSON_FIELDS)
                     answer.close()
             except (TimeoutError, UpstreamError):
                 continue
@@ -93,7 +95,7 @@ class KvReleases:
 
 
 # Transfer parameters -> path and body of one of a transfer's two requests.
-_Request = Callable[[Mapping[str, Any]], tuple[str, bytes]]
+_Request = Callable[[kv.Params], tuple[str, bytes]]
 
 
 @dataclass(frozen=True)
@@ -120,37 +122,28 @@ class RemotePrefill:
         upstream: Upstream,
         engine_ids: EngineIdCache,
         releases: KvReleases,
-        call: ApiCall,
-        obstacle: str,
-        headers_of: Callable[[StepAssigned], Mapping[str, str]],
-        pool: Callable[[], Sequence[Target]],
+        context: RequestContext,
     ) -> None:
-        """`obstacle`: reason why the call's prompt must not be prefilled on another instance; empty if it may.
-
-        `headers_of` returns the headers of a step's requests, `pool` the instances of the model.
-        """
         self._upstream = upstream
         self._engine_ids = engine_ids
         self._releases = releases
-        self._pool = pool
-        self._call = call
-        self._obstacle = obstacle
-        self._headers_of = headers_of
+        self._context = context
         self._agreeing = asyncio.Lock()
         self._agreed: _Agreed | None = None
-        self._transfer: kv.KvTransferParams | None = None
+        self._transfer: kv.Params | None = None
         self._source: Target | None = None
         self._planned: tuple[Target, ...] = ()
         self._fetcher: Target | None = None  # the instance that has, or may have, the request that fetches the KV
 
     async def prefill(self, step: StepAssigned) -> bytes:
         """Make the step's instance compute the prompt's KV and keep it for the step's `kv_target`; return its answer. Raises
-        TransferError."""
+        TransferError and UpstreamError."""
         self._check_allowed()
         return await self._send(step, self._whole)
 
     async def pull(self, step: StepAssigned, *, early: bool) -> None:
-        """Make the step's instance fetch the KV; `early`: while P still computes it. Raises TransferError."""
+        """Make the step's instance fetch the KV; `early`: while P still computes it. Raises TransferError and
+        UpstreamError."""
         self._check_allowed()
         await self._receive(step, self._whole, early)
 
@@ -159,18 +152,18 @@ class RemotePrefill:
         if step.kv_source is None:
             return payload
         self._check_allowed()
-        return kv.with_params(payload, await self._wanted(step, early))
+        return with_fields(payload, {"kv_transfer_params": await self._wanted(step, early)})
 
     async def fetch(self, step: StepAssigned, prefix: Sequence[int]) -> tuple[bytes, bytes]:
         """Make the step's instance fetch the KV of the prompt's first tokens, whose ids are `prefix`, from the step's source,
         which has them cached; return the answers of source and instance.
 
         What obstructs a transfer of the whole prompt does not matter: neither instance renders it, and the KV is cached under the
-        tokens that both are sent. Raises TransferError.
+        tokens that both are sent. Raises TransferError and UpstreamError.
         """
         assert step.kv_source is not None, "a prefix of another instance"
         send = replace(step, target=step.kv_source, kv_source=None, kv_target=step.target)
-        request = partial(kv.prefix_request, self._call, prefix)
+        request = partial(kv.prefix_request, self._context.call, prefix)
         if step.beside is None:
             return await self._send(send, request), await self._receive(step, request, early=False)
         try:
@@ -185,8 +178,8 @@ class RemotePrefill:
     def fetching(self, step: StepAssigned) -> Iterator[None]:
         """Record that the step's instance receives the request that fetches the KV inside the block.
 
-        The record is removed if the block raises an UpstreamError or TransferError by which the instance certainly fetches
-        nothing: a status of 500 or more, or a request that was not sent.
+        The record is removed if the block raises an UpstreamError by which the instance certainly fetches nothing: a status of
+        500 or more, or a request that was not sent.
         """
         if step.kv_source is None:
             yield
@@ -194,9 +187,8 @@ class RemotePrefill:
         self._fetcher = step.target
         try:
             yield
-        except (UpstreamError, kv.TransferError) as error:
-            cause = error if isinstance(error, UpstreamError) else error.__cause__
-            if isinstance(cause, UpstreamError) and (cause.status >= 500 or not cause.sent):
+        except UpstreamError as error:
+            if error.status >= 500 or not error.sent:
                 self._fetcher = None
             raise
 
@@ -212,7 +204,11 @@ class RemotePrefill:
         if transfer is not None and source is not None and self._fetcher is None:
             # P itself is the most likely to be reachable, but with NIXL it cannot be its own peer.
             first = [source] if source.kv_protocol == kv.MOONCAKE else []
-            others = [target for target in (*self._planned, *self._pool()) if target.url != source.url]
+            others = [
+                target
+                for target in (*self._planned, *map(target_of, self._context.state.pool.instances))
+                if target.url != source.url
+            ]
             able = {
                 target.url: target
                 for target in (*first, *others)
@@ -223,7 +219,7 @@ class RemotePrefill:
 
     async def _send(self, step: StepAssigned, request: _Request) -> bytes:
         """Make the step's instance keep the KV of the request's prompt for the step's `kv_target`; return its answer. Raises
-        TransferError."""
+        TransferError and UpstreamError."""
         source = step.target
         assert step.kv_target is not None, "KV for another instance"
         self.transfer_ended()
@@ -241,13 +237,14 @@ class RemotePrefill:
         return answer
 
     async def _receive(self, step: StepAssigned, request: _Request, early: bool) -> bytes:
-        """Make the step's instance fetch the KV of the request's prompt; return its answer. Raises TransferError."""
+        """Make the step's instance fetch the KV of the request's prompt; return its answer. Raises TransferError and
+        UpstreamError."""
         transfer = await self._wanted(step, early)
         with self.fetching(step):
-            return await self._post(step, request, transfer.params)
+            return await self._post(step, request, transfer)
 
-    def _whole(self, params: Mapping[str, Any]) -> tuple[str, bytes]:
-        return kv.prefill_request(self._call, params)
+    def _whole(self, params: kv.Params) -> tuple[str, bytes]:
+        return kv.prefill_request(self._context.call, params)
 
     async def _agree(self, source: Target, attempt_id: str) -> _Agreed:
         """Return the parameters that the two requests of one transfer share, whichever calls first. Raises TransferError."""
@@ -258,10 +255,10 @@ class RemotePrefill:
             return self._agreed
 
     def _check_allowed(self) -> None:
-        if self._obstacle:
-            raise kv.TransferError(self._obstacle)
+        if self._context.transfer_obstacle:
+            raise kv.TransferError(self._context.transfer_obstacle)
 
-    async def _wanted(self, step: StepAssigned, early: bool) -> kv.KvTransferParams:
+    async def _wanted(self, step: StepAssigned, early: bool) -> kv.Params:
         if early and step.kv_source is not None:
             return _fetch(await self._agree(step.kv_source, step.attempt_id))
         of_another = step.kv_source is None or self._source is None or step.kv_source.url != self._source.url
@@ -269,25 +266,16 @@ class RemotePrefill:
             raise kv.TransferError("the KV source has prefilled nothing for this attempt")
         return self._transfer
 
-    async def _post(self, step: StepAssigned, request: _Request, params: Mapping[str, Any]) -> bytes:
-        path, body = request(params) if self._call.light else await asyncio.to_thread(request, params)
-        headers = self._headers_of(step)
+    async def _post(self, step: StepAssigned, request: _Request, params: kv.Params) -> bytes:
+        path, body = request(params) if self._context.call.light else await asyncio.to_thread(request, params)
+        headers = self._context.headers_of(step)
         # The id differs from the client's request, so that the engines' logs show two requests.
         headers = {**headers, "X-Request-ID": f"{headers.get('X-Request-ID', '')}-kv"}
-        try:
-            return await self._upstream.post_for_body(step.target, path, body, headers)
-        except UpstreamError as error:
-            raise kv.TransferError(
-                error.text,
-                instance_failed=error.instance_failed,
-                refused=error.refused,
-                broke=error.broke,
-                instance_id=step.target.instance_id,
-            ) from error
+        return await self._upstream.post_for_body(step.target, path, body, headers)
 
 
-def _fetch(agreed: _Agreed) -> kv.KvTransferParams:
-    return kv.KvTransferParams(mooncake_fetch(agreed.transfer_id, agreed.engine_id, agreed.source.bootstrap_url))
+def _fetch(agreed: _Agreed) -> kv.Params:
+    return mooncake_fetch(agreed.transfer_id, agreed.engine_id, agreed.source.bootstrap_url)
 
 
 def _key(target: Target) -> tuple[str, str, str]:

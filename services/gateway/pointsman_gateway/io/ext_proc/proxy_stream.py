@@ -27,12 +27,12 @@ from pointsman_gateway.io.engines.engine_connection import UpstreamError, Upstre
 from pointsman_gateway.io.ext_proc.addresses import Addresses
 from pointsman_gateway.io.ext_proc.outgoing import Outgoing
 from pointsman_gateway.io.http.server_types import (
+    BODY_TOO_LARGE,
+    NO_ROOM_FOR_BODY,
+    SHUTTING_DOWN,
+    TOO_SLOW,
     HttpHandler,
     ServerLimits,
-    body_too_large,
-    no_room_for_body,
-    shutting_down,
-    too_slow,
 )
 from pointsman_gateway.io.request.ext_proc_request import ExtProcRequest, InnocentFailure, OtherInstanceAnswered
 
@@ -49,6 +49,8 @@ _UPSTREAM_TIME = "x-envoy-upstream-service-time"
 _OVERLOADED = "x-envoy-overloaded"
 # How long an answer may be silent once the agent of its instance is gone, s.
 LOST_S = 10.0
+_OUT_OF_ORDER = 500, "The proxy's messages are out of order.", "messages_out_of_order"
+_WRONG_MODE = 500, "The proxy must send both bodies in the mode FULL_DUPLEX_STREAMED.", "wrong_processing_mode"
 
 
 class _Refused(Exception):
@@ -71,57 +73,18 @@ class Streams:
         self.open: set[ProxyStream] = set()
 
 
-class ProxyWriter:
-    """Writes the client's answer to the proxy; implements pointsman_gateway.core.http_message.ResponseWriter."""
+class ProxyStream:
+    """One stream. It is the Proxy of its request, the Carrier of the answer, and the ResponseWriter of what the client gets."""
 
     chunked = False  # HTTP's framing is the proxy's
     opened = False
-
-    def __init__(self, stream: ProxyStream, outgoing: Outgoing) -> None:
-        self._stream = stream
-        self._outgoing = outgoing
-        self.send = outgoing.body
-        self.begun = self.ended = self.lost = False
-
-    @property
-    def full(self) -> bool:
-        """Whether so much is unsent that the source is paused."""
-        return self._outgoing.full
-
-    def ping_in_silence(self, interval_s: float, since: float, headers: dict[str, str], ping: bytes) -> None:
-        """Do nothing: the head of a proxy's answer is the instance's."""
-
-    def begin(self, status: int, headers: dict[str, str], source: Source) -> None:
-        """Send the head, whose status is that of the instance's."""
-        self.begun = True
-        self._stream.send_head(status, headers)
-        self._outgoing.pause_for(source)
-
-    def go_on(self, source: Source) -> None:
-        """Replace the source."""
-        self._outgoing.pause_for(source)
-
-    def write(self, piece: bytes) -> None:
-        """Send one non-empty piece of the body."""
-        self._outgoing.body(piece)
-
-    def end(self) -> None:
-        """Send the end of the body."""
-        self._stream.send_end()
-        self.ended = True
-
-    def abort(self) -> None:
-        """Do nothing: a stream whose body has not ended is broken off."""
-
-
-class ProxyStream:
-    """One stream. It is the Proxy of its request, and the Carrier of the answer."""
 
     def __init__(self, streams: Streams, context: Context) -> None:
         self._streams = streams
         self._context = context
         self._outgoing = Outgoing(context.write)
-        self._writer = ProxyWriter(self, self._outgoing)
+        self.send: Callable[[bytes], None] = self._outgoing.body
+        self.begun = self.ended = self.lost = False
         self._held_body = Holding(streams.bodies)
         self._held_answer = Holding(streams.answers)
         self._target = ""  # path and query of the request
@@ -159,7 +122,7 @@ class ProxyStream:
         except asyncio.CancelledError:
             if self._reader is None or not self._must_end:
                 raise
-            await self._context.write(self._immediate(shutting_down(self._streams.handler, self._path())))
+            await self._context.write(self._immediate(self._error(*SHUTTING_DOWN)))
         finally:
             self._streams.open.discard(self)
             self._held_body.let_go()
@@ -191,12 +154,12 @@ class ProxyStream:
             await asyncio.wait({self._work})
             whole = self._send_result(self._work)
             self._outgoing.end()
-            if not self._writer.lost:
+            if not self.lost:
                 await asyncio.wait({sending})
-            if not whole and not self._writer.lost:
+            if not whole and not self.lost:
                 await self._context.abort(grpc.StatusCode.INTERNAL, "the answer was broken off")
         finally:
-            self._writer.lost = True
+            self.lost = True
             self._outgoing.stop()
             self._work.cancel()
             reading.cancel()
@@ -212,13 +175,13 @@ class ProxyStream:
         assert self._work is not None
         self._work.cancel()
         if sending.done():
-            self._writer.lost = True
+            self.lost = True
         elif (fault := reading.exception()) is not None:
             log.warning("a message of a proxy cannot be handled", reason=f"{type(fault).__name__}: {fault}"[:200])
             self._disorder = True
         else:
             self._disorder = not reading.result()
-            self._writer.lost = not self._disorder
+            self.lost = not self._disorder
 
     # The request.
 
@@ -233,7 +196,7 @@ class ProxyStream:
         if message is END_OF_STREAM or message.observability_mode:
             return None
         if message.WhichOneof("request") != "request_headers":
-            raise _Refused(self._out_of_order())
+            raise _Refused(self._error(*_OUT_OF_ORDER))
         head = message.request_headers
         received = messages.fields_of(head.headers)
         self._fields = [name for name, _ in received]
@@ -242,13 +205,14 @@ class ProxyStream:
         pseudo, headers = messages.head_of(received)
         self._target = pseudo.get(":path", "")
         path, query = self._path(), self._target.partition("?")[2]
-        request = ExtProcRequest(
-            pseudo.get(":method", ""), path, query, headers, self._writer, self._held_answer, proxy=self
-        )
+        request = ExtProcRequest(pseudo.get(":method", ""), path, query, headers, self, self._held_answer, proxy=self)
         self._request = request
         refusal = self._streams.handler.admit(request)
         if refusal is None and message.HasField("protocol_config"):
-            refusal = self._wrong_mode(message.protocol_config)
+            configured = message.protocol_config
+            modes = {configured.request_body_mode, configured.response_body_mode}
+            if modes != {pb.BODY_SEND_MODE_FULL_DUPLEX_STREAMED}:
+                refusal = self._error(*_WRONG_MODE)
         if refusal is not None:
             raise _Refused(refusal)
         self._held_body.holder = self._held_answer.holder = request.holder
@@ -259,7 +223,7 @@ class ProxyStream:
             async with asyncio.timeout(limits.body_s):
                 body = await self._read_body()
         except TimeoutError:
-            raise _Refused(too_slow(self._streams.handler, self._path())) from None
+            raise _Refused(self._error(*TOO_SLOW)) from None
         if body is None:
             return None
         request.body = body
@@ -279,26 +243,16 @@ class ProxyStream:
                 self._request_trailers = True
                 return b"".join(parts)
             if kind != "request_body":
-                raise _Refused(self._out_of_order())
+                raise _Refused(self._error(*_OUT_OF_ORDER))
             piece = message.request_body.body
             size += len(piece)
             if size > self._streams.limits.max_body_bytes:
-                raise _Refused(body_too_large(self._streams.handler, self._path()))
+                raise _Refused(self._error(*BODY_TOO_LARGE))
             if not self._held_body.take(len(piece)):
-                raise _Refused(no_room_for_body(self._streams.handler, self._path()))
+                raise _Refused(self._error(*NO_ROOM_FOR_BODY))
             parts.append(piece)
             if message.request_body.end_of_stream:
                 return b"".join(parts)
-
-    def _wrong_mode(self, configured: pb.ProtocolConfiguration) -> Response | None:
-        if configured.request_body_mode == configured.response_body_mode == pb.BODY_SEND_MODE_FULL_DUPLEX_STREAMED:
-            return None
-        return self._error(
-            500, "The proxy must send both bodies in the mode FULL_DUPLEX_STREAMED.", "wrong_processing_mode"
-        )
-
-    def _out_of_order(self) -> Response:
-        return self._error(500, "The proxy's messages are out of order.", "messages_out_of_order")
 
     def _error(self, status: int, message: str, code: str) -> Response:
         return self._streams.handler.error(status, message, code, self._path())
@@ -424,7 +378,7 @@ class ProxyStream:
         self._head_here.set()
         if not self._endpoints:
             # The proxy itself has answered the client: a timeout of its own.
-            self._writer.lost = True
+            self.lost = True
             assert self._work is not None
             self._work.cancel()
         return True
@@ -445,12 +399,38 @@ class ProxyStream:
             self._answer.end(UpstreamError(text, self._answer.status))
 
     def abort(self) -> None:
-        """Do nothing: the proxy breaks the answer off when the stream ends."""
+        """Do nothing, as Carrier and as ResponseWriter: the proxy breaks the answer off when the stream ends."""
 
-    # The client's side.
+    # The client's side (ResponseWriter).
 
-    def send_head(self, status: int, headers: Mapping[str, str]) -> None:
-        """Send the head of the client's answer."""
+    @property
+    def full(self) -> bool:
+        """Whether so much is unsent that the source is paused."""
+        return self._outgoing.full
+
+    def ping_in_silence(self, interval_s: float, since: float, headers: dict[str, str], ping: bytes) -> None:
+        """Do nothing: the head of a proxy's answer is the instance's."""
+
+    def begin(self, status: int, headers: dict[str, str], source: Source) -> None:
+        """Send the head."""
+        self.begun = True
+        self._send_head(status, headers)
+        self.go_on(source)
+
+    def go_on(self, source: Source) -> None:
+        """Replace the source."""
+        self._outgoing.pause_for(source)
+
+    def write(self, piece: bytes) -> None:
+        """Send one non-empty piece of the body."""
+        self._outgoing.body(piece)
+
+    def end(self) -> None:
+        """Send the end of the body."""
+        self._send_end()
+        self.ended = True
+
+    def _send_head(self, status: int, headers: Mapping[str, str]) -> None:
         assert self._answer is not None
         assert self._request is not None
         self._held_body.let_go()
@@ -458,8 +438,7 @@ class ProxyStream:
         fields = dict(headers) | self._request.answer_fields
         self._outgoing.message(messages.response_head(changed, self._answer_fields, fields))
 
-    def send_end(self) -> None:
-        """Send the end of the answer's body."""
+    def _send_end(self) -> None:
         if self._answer_trailers:
             self._outgoing.message(pb.ProcessingResponse(response_trailers=pb.TrailersResponse()))
         else:
@@ -468,10 +447,9 @@ class ProxyStream:
     def _send_result(self, work: asyncio.Future[Response | None]) -> bool:
         """Send what the work returned; return False for an answer that was broken off."""
         if work.cancelled():
-            if self._writer.begun:
-                return self._writer.ended
-            ended = shutting_down(self._streams.handler, self._path())
-            self._send_whole(self._out_of_order() if self._disorder else ended)
+            if self.begun:
+                return self.ended
+            self._send_whole(self._error(*(_OUT_OF_ORDER if self._disorder else SHUTTING_DOWN)))
             return True
         if (fault := work.exception()) is not None:
             log.error("a fault in the gateway", exc_info=fault)
@@ -479,17 +457,17 @@ class ProxyStream:
         if (response := work.result()) is not None:
             self._send_whole(response)
             return True
-        return self._writer.ended
+        return self.ended
 
     def _send_whole(self, response: Response) -> None:
-        if self._writer.lost:
+        if self.lost:
             return
         if self._answer is None or self._bodiless:
             self._outgoing.message(self._immediate(response))
             return
-        self.send_head(response.status, response.headers)
+        self._send_head(response.status, response.headers)
         self._outgoing.body(response.body)
-        self.send_end()
+        self._send_end()
 
     def _immediate(self, response: Response) -> pb.ProcessingResponse:
         fields = self._request.answer_fields if self._request is not None else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import grpc.aio
@@ -45,11 +45,6 @@ class ExtProcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._watching: asyncio.Task[None] | None = None
         self.port = 0
-
-    @property
-    def open(self) -> Collection[ProxyStream]:
-        """The open streams."""
-        return self._streams.open
 
     async def start(self, listen: str, credentials: grpc.ServerCredentials | None) -> None:
         """Listen on HOST:PORT. Raises OSError if the address cannot be used."""

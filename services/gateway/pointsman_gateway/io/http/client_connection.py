@@ -27,14 +27,14 @@ from pointsman_gateway.core.http_message import Headers, Request, Response, Sour
 from pointsman_gateway.core.memory_budget import Holding, MemoryBudget
 from pointsman_gateway.io.http.connection_limit import ConnectionLimit, Place
 from pointsman_gateway.io.http.server_types import (
+    BODY_TOO_LARGE,
+    NO_ROOM_FOR_BODY,
+    NO_ROOM_FOR_REQUEST,
+    SHUTTING_DOWN,
+    TOO_SLOW,
+    UNDECODABLE_BODY,
     HttpHandler,
     ServerLimits,
-    body_too_large,
-    no_room_for_body,
-    no_room_for_request,
-    shutting_down,
-    too_slow,
-    undecodable_body,
 )
 from pointsman_gateway.io.http.silence_timer import SilenceTimer
 
@@ -213,6 +213,7 @@ class ClientConnection(asyncio.Protocol):
         self.server = server
         self.lost = False
         self.source: Source | None = None
+        self.full = False  # more than HIGH_WATER bytes are unsent
         self.deadline = math.inf
         self._limits = server.limits
         self._surplus = False
@@ -220,7 +221,6 @@ class ClientConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._task: asyncio.Task[None] | None = None
         self._more = False  # bytes came while a request was being answered
-        self._full = False  # more than HIGH_WATER bytes are unsent
         self._rest = _NOTHING  # the part of a whole answer that the transport has not received yet
         self._watched = 0  # unsent bytes at `_watched_at`, the reference for the client's read rate
         self._watched_at = 0.0
@@ -280,20 +280,15 @@ class ClientConnection(asyncio.Protocol):
         if self._state in (_State.BUSY, _State.FLUSHING):
             self._transport.abort()
 
-    @property
-    def full(self) -> bool:
-        """Whether more than HIGH_WATER bytes are unsent."""
-        return self._full
-
     def pause_writing(self) -> None:
-        self._full = True
+        self.full = True
         if self._state is _State.BUSY:
             self._watch(time.monotonic())
         if self.source is not None:
             self.source.pause()
 
     def resume_writing(self) -> None:
-        self._full = False
+        self.full = False
         if self._state is _State.BUSY:
             self.deadline = math.inf
         elif self._state is _State.FLUSHING:
@@ -392,11 +387,11 @@ class ClientConnection(asyncio.Protocol):
         refusal = self.server.handler.admit(request)
         self._held_body.holder = self._held_answer.holder = self._held_place.holder = request.holder
         if refusal is None and length > self._limits.max_body_bytes:
-            refusal = body_too_large(self.server.handler, self._path())
+            refusal = self._error(*BODY_TOO_LARGE)
         elif refusal is None and not self.server.bodies.has_room(request.holder, length):
-            refusal = no_room_for_body(self.server.handler, self._path())
+            refusal = self._error(*NO_ROOM_FOR_BODY)
         elif refusal is None and request.holder and not self._held_place.take(1):
-            refusal = no_room_for_request(self.server.handler, self._path())
+            refusal = self._error(*NO_ROOM_FOR_REQUEST)
         if refusal is None and (encoding := encoding_of(headers.get("content-encoding"))):
             self._decoder = BodyDecoder(encoding)
         waits = headers.get("expect").lower() == "100-continue" and has_body
@@ -431,19 +426,18 @@ class ClientConnection(asyncio.Protocol):
 
     def _keep_body(self, received: bytes) -> Response | None:
         """Keep a received piece of the body, decoded; return the refusal if it cannot be."""
-        handler, path = self.server.handler, self._path()
         try:
             for piece in (received,) if self._decoder is None else self._decoder.decode(received):
                 # Limits hold for the decoded body.
                 if self._held_body.size + len(piece) > self._limits.max_body_bytes:
-                    return body_too_large(handler, path)
+                    return self._error(*BODY_TOO_LARGE)
                 if not self._held_body.take(len(piece)):
-                    return no_room_for_body(handler, path)
+                    return self._error(*NO_ROOM_FOR_BODY)
                 self._body.append(piece)
         except BodyTooDense:
-            return body_too_large(handler, path)
+            return self._error(*BODY_TOO_LARGE)
         except UndecodableBody:
-            return undecodable_body(handler, path)
+            return self._error(*UNDECODABLE_BODY)
         return None
 
     def on_message_complete(self) -> None:
@@ -454,7 +448,7 @@ class ClientConnection(asyncio.Protocol):
         if self._surplus:
             self.server.limit.works(self)
         if self._decoder is not None and not self._decoder.complete and self._refusal is None:
-            self._refusal = undecodable_body(self.server.handler, self._path())
+            self._refusal = self._error(*UNDECODABLE_BODY)
         self._request.body, self._body = b"".join(self._body), []
         self._task = asyncio.get_running_loop().create_task(self._run(self._request, self._refusal))
         self._task.add_done_callback(self._never_began)
@@ -497,7 +491,7 @@ class ClientConnection(asyncio.Protocol):
         elif out.ended:
             self._close()
         else:
-            self._refuse_with(shutting_down)
+            self._refuse(*SHUTTING_DOWN)
 
     def _answered(self, request: Request, response: Response | None) -> None:
         if self.lost:
@@ -509,7 +503,7 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
             return
         self._request = None
-        if self._rest or self._full:
+        if self._rest or self.full:
             # The next request waits, because answers to a client that reads none would fill the memory.
             self._state = _State.FLUSHING
             self._transport.pause_reading()
@@ -520,10 +514,10 @@ class ClientConnection(asyncio.Protocol):
 
     def _flush(self) -> None:
         """Write the rest of the answer to the transport until its buffer is full."""
-        while self._rest and not self._full and not self._transport.is_closing():
+        while self._rest and not self.full and not self._transport.is_closing():
             piece, self._rest = self._rest[:HIGH_WATER], self._rest[HIGH_WATER:]
             self._transport.write(piece)
-        if not self._rest and not self._full:
+        if not self._rest and not self.full:
             self._rest = _NOTHING
             self._answer_sent()
             self._transport.resume_reading()
@@ -561,18 +555,16 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write(head)
             self._rest = memoryview(response.body)
 
-    def _refuse(self, status: int, message: str, code: str) -> None:
-        self._refuse_with(lambda handler, path: handler.error(status, message, code, path))
+    def _error(self, status: int, message: str, code: str) -> Response:
+        path = self._url.partition(b"?")[0].decode("latin-1")
+        return self.server.handler.error(status, message, code, path)
 
-    def _refuse_with(self, answer: Callable[[HttpHandler, str], Response]) -> None:
+    def _refuse(self, status: int, message: str, code: str) -> None:
         if self._state is not _State.ENDING:
-            self._end_with(answer(self.server.handler, self._path()))
+            self._end_with(self._error(status, message, code))
 
     def _too_large(self) -> None:
         self._refuse(431, "The request's head is too large.", "head_too_large")
-
-    def _path(self) -> str:
-        return self._url.partition(b"?")[0].decode("latin-1")
 
     def _end_with(self, response: Response) -> None:
         """Send `response` now and close the connection, even if the client is still sending."""
@@ -637,7 +629,7 @@ class ClientConnection(asyncio.Protocol):
             case _State.IDLE:
                 self._close()
             case _State.HEAD | _State.BODY:
-                self._refuse_with(too_slow)
+                self._refuse(*TOO_SLOW)
             case _State.BUSY | _State.FLUSHING | _State.ENDING:
                 self._look_at_reader(now)
 

@@ -40,9 +40,7 @@ class Server:
         self.closing = False
         self.bodies = MemoryBudget(limits.max_buffered_body_bytes)  # bodies of requests whose answers have not begun
         self.answers = MemoryBudget(limits.max_buffered_answer_bytes)  # answers that are not streamed, until sent
-        self.busy = MemoryBudget(
-            limits.max_connections
-        )  # connections with requests of clients that are known, until answered
+        self.busy = MemoryBudget(limits.max_connections)  # connections with requests of known clients, until answered
         self.date: dict[str, str] = {}
         self._listener: asyncio.Server | None = None
         self._sweeping: asyncio.TimerHandle | None = None

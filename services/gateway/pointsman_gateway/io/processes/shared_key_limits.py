@@ -11,13 +11,15 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from pointsman_gateway.core.rate_limits import KeyUsage, TokenBucket
+from pointsman_gateway.core.rate_limits import KeyUsage, OpenUsage, TokenBucket
 
 _KEY_BYTES = 32
-_FIGURES = struct.Struct("8d q q q 4d")
+_FIGURES = struct.Struct("8d q q d q 3d")  # the fields of KeyUsage, in their order, but for requests in flight
 _ROOM = 64  # number of accounts by which the file grows
 
 
@@ -41,8 +43,9 @@ class SharedKeyLimitsFile:
                 own = at + self._size - self._flights.size + number * 8
                 data[own : own + 8] = bytes(8)
 
-    def store(self, key: bytes) -> _SharedKeyLimits:
-        """Return the account of `key` (32 bytes, not all zero); add it if it is new. Raises ValueError for another key."""
+    def usage_of(self, key: bytes) -> OpenUsage:
+        """Return how the account of `key` (32 bytes, not all zero) is opened; add it if it is new. Raises ValueError for another
+        key."""
         if len(key) != _KEY_BYTES or not any(key):
             raise ValueError("the key must be a digest of 32 bytes, not all zero")
         with self._locked():
@@ -61,33 +64,19 @@ class SharedKeyLimitsFile:
                 data[at : at + _KEY_BYTES] = key
                 _FIGURES.pack_into(data, at + _KEY_BYTES, *_figures_of(KeyUsage()))
                 self._seen += self._size
-        return _SharedKeyLimits(self, at + _KEY_BYTES)
+        return partial(self._usage, at + _KEY_BYTES)
 
     @contextmanager
-    def usage(self, at: int) -> Iterator[KeyUsage]:
+    def _usage(self, at: int) -> Iterator[KeyUsage]:
         """Lock the file and yield the account whose figures start at offset `at`; write it back unless the block raises."""
         with self._locked():
             data, behind = self._mapped(), at + _FIGURES.size
             figures = _FIGURES.unpack_from(data, at)
-            requests, tokens, fleet_requests, fleet_tokens = (TokenBucket(*figures[n : n + 2]) for n in range(0, 8, 2))
-            shares, slots, peak, leased_until, empty_until, used_requests, used_tokens = figures[8:]
+            buckets = (TokenBucket(*figures[n : n + 2]) for n in range(0, 8, 2))
             flights = list(self._flights.unpack_from(data, behind))
             own = flights[self._number]
-            usage = KeyUsage(
-                requests,
-                tokens,
-                fleet_requests,
-                fleet_tokens,
-                shares=int(shares),
-                slots=int(slots),
-                peak=int(peak),
-                leased_until=leased_until,
-                empty_until=empty_until,
-                used_requests=used_requests,
-                used_tokens=used_tokens,
-                in_flight=own,
-                in_flight_elsewhere=sum(flights) - own,
-            )
+            fields: list[Any] = [*buckets, *figures[8:], own, sum(flights) - own]
+            usage = KeyUsage(*fields)
             yield usage
             flights[self._number] = usage.in_flight
             _FIGURES.pack_into(data, at, *_figures_of(usage))
@@ -121,14 +110,5 @@ def _figures_of(usage: KeyUsage) -> Iterator[float]:
     """Yield the figures of an account that processes share, in the order of _FIGURES."""
     for bucket in (usage.requests, usage.tokens, usage.fleet_requests, usage.fleet_tokens):
         yield from (bucket.level, bucket.at)
-    yield from (usage.shares, usage.slots, usage.peak, usage.leased_until, usage.empty_until)
+    yield from (usage.shares, usage.slots, usage.leased_until, usage.peak, usage.empty_until)
     yield from (usage.used_requests, usage.used_tokens)
-
-
-class _SharedKeyLimits:
-    def __init__(self, usage_file: SharedKeyLimitsFile, at: int) -> None:
-        self._file = usage_file
-        self._at = at
-
-    def open(self) -> AbstractContextManager[KeyUsage]:
-        return self._file.usage(self._at)

@@ -14,20 +14,21 @@ import structlog
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import ApiRequestError
+from pointsman_gateway.core.api.errors import RETRY_S
 from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.request import request_events as ev
 from pointsman_gateway.core.request.attempt import Attempt
 from pointsman_gateway.core.request.attempt_end_reports import breakdown, finished
-from pointsman_gateway.core.request.failures import RETRY_S, answer_to
+from pointsman_gateway.core.request.failures import error_for
 from pointsman_gateway.core.request.placement_messages import attempt_request, event_of, target_of
 from pointsman_gateway.core.request.request_context import RequestContext
+from pointsman_gateway.core.request.request_spans import attempt_spans
 from pointsman_gateway.core.request.request_state_machine import Phase, RequestStateMachine
 from pointsman_gateway.core.tokens.token_cache import TokenIds
 from pointsman_gateway.io.request.ext_proc_request import ExtProcRequest
 from pointsman_gateway.io.request.shared_context import SharedContext
 from pointsman_gateway.io.request.steps_and_relay import EngineSteps
 from pointsman_gateway.io.routing.router_client import NoRouter, OpenAnswer, PlacementReply, WithoutRouter
-from pointsman_gateway.io.telemetry.span_export import attempt_ended
 
 log = structlog.get_logger()
 
@@ -106,7 +107,7 @@ class RequestRunner:
         if self._failure is not None and (response is None or self._failure.code != ev.INTERNAL):
             if self._context.continues is not None and self._failure.code == ev.UNAVAILABLE:
                 raise self._context.continues.unavailable()
-            raise _as_api_error(self._failure)
+            raise error_for(self._failure)
         if response is not None:
             # If all instances failed, the last instance's error answer says more than a general message.
             return response
@@ -125,7 +126,7 @@ class RequestRunner:
             match effect:
                 case ev.AskRouter():
                     self._attempt.begin_placement(effect.attempt_id, time.monotonic())
-                    self._start(self._ask_router(effect))
+                    self._pending.append(self._ask_router(effect))
                 case ev.AdoptInstance():
                     self._attempt.begin_placement(effect.step.attempt_id, time.monotonic())
                     self._request_of(effect.step.attempt_id, ())
@@ -134,17 +135,17 @@ class RequestRunner:
                     if effect.error:
                         steps.step_failed()
                         log.info("a step failed", request_id=effect.attempt_id, step=effect.index, error=effect.error)
-                    self._start(self._ask_next_step(effect))
+                    self._pending.append(self._ask_next_step(effect))
                 case ev.Prefill():
                     self._record_step(effect.step)
-                    self._start(steps.prefill(effect.step))
+                    self._pending.append(steps.prefill(effect.step))
                 case ev.PullKv():
                     self._record_step(effect.step, early=effect.early)
-                    self._start(steps.pull(effect.step, early=effect.early))
+                    self._pending.append(steps.pull(effect.step, early=effect.early))
                 case ev.Serve():
                     self._record_step(effect.step, early=effect.early)
                     headers = self._headers(effect.step)
-                    self._start(steps.serve(effect.step, self._attempt, headers, early=effect.early))
+                    self._pending.append(steps.serve(effect.step, self._attempt, headers, early=effect.early))
                 case ev.AdoptEarlyStep():
                     self._record_step(effect.step)
                 case ev.ReportStepDone():
@@ -167,9 +168,6 @@ class RequestRunner:
                     self._failure = effect
                 case ev.EndStreamWithError():
                     self._stream_broken = True
-
-    def _start(self, operation: Coroutine[Any, Any, ev.Event]) -> None:
-        self._pending.append(operation)
 
     def _record_step(self, step: ev.StepAssigned, *, early: bool = False) -> None:
         if early:
@@ -277,8 +275,8 @@ class RequestRunner:
 
     async def _relay_response(self) -> ev.Event:
         self._steps.keep_prompt()
-        before = self._steps.streamed_tokens
-        answer = OpenAnswer(partial(self._streamed_since, before), self._steps.waits_for_bytes, self._steps.heard_at)
+        steps, before = self._steps, self._steps.streamed_tokens
+        answer = OpenAnswer(lambda: steps.streamed_tokens - before, steps.waits_for_bytes, steps.heard_at)
         self._shared.router.answer_begins(self._state_machine.attempt_id, answer)
         try:
             assert self._state_machine.step is not None
@@ -290,9 +288,6 @@ class RequestRunner:
             if stream_end.complete or stream_end.error:
                 self._handle(ev.ResponseEnded(stream_end.error))
             raise
-
-    def _streamed_since(self, before: int) -> int:
-        return self._steps.streamed_tokens - before
 
     def _abort(self) -> None:
         for operation in self._pending:
@@ -347,8 +342,9 @@ class RequestRunner:
 
     def _trace(self, error: str, now: float) -> None:
         """Send the spans of the attempt that has ended. No effect if there is none or its spans are sent."""
-        if self._attempt.asked_at and self._context.trace is not None:
-            attempt_ended(self._context.trace, self._attempt, error, self._context.placement.input_tokens, now)
+        trace = self._context.trace
+        if trace is not None and trace.context.sampled and self._attempt.asked_at:
+            trace.send(attempt_spans(trace, self._attempt, error, self._context.placement.input_tokens, now))
 
     def _headers(self, step: ev.StepAssigned) -> dict[str, str]:
         """Return the answer's header fields about its placement."""
@@ -360,16 +356,3 @@ class RequestRunner:
             if step.degraded:
                 headers["X-Pointsman-Degraded"] = "1"
         return headers
-
-
-def _as_api_error(failure: ev.FailRequest) -> ApiRequestError:
-    answer = answer_to(failure)
-    return ApiRequestError(
-        answer.status,
-        failure.message,
-        type_=answer.type,
-        code=answer.code,
-        retry_after_s=answer.retry_after_s,
-        queue_place=failure.place,
-        may_retry=failure.code != ev.BREAKS_INSTANCES,
-    )

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_gateway.core.api import ApiRequestError, Endpoint, begins_with_error, redact_error, was_aborted
 from pointsman_gateway.core.forwarded_headers import client_headers, error_headers
-from pointsman_gateway.core.http_message import Request, Response
+from pointsman_gateway.core.http_message import JSON_FIELDS, Request, Response
 from pointsman_gateway.core.memory_budget import Holding
+from pointsman_gateway.core.request import request_events as ev
 from pointsman_gateway.core.request.attempt import Attempt
 from pointsman_gateway.core.request.continuation import ids_of, with_answer_record
 from pointsman_gateway.core.request.local_placement import fallbacks, unfit
 from pointsman_gateway.core.request.own_prefills import OwnPrefills
 from pointsman_gateway.core.request.placement_messages import target_of
 from pointsman_gateway.core.request.request_context import RequestContext
-from pointsman_gateway.core.request.request_events import (
-    Event,
-    OtherAnswered,
-    PrefillEnded,
-    PullEnded,
-    ResponseEnded,
-    ResponseRejected,
-    ResponseStarted,
-    StepAssigned,
-    Target,
-    UpstreamFailed,
-)
 from pointsman_gateway.core.request.text_continuation import TextContinuation, continued_text
 from pointsman_gateway.core.request.transfer_params import (
     TransferError,
@@ -38,7 +28,13 @@ from pointsman_gateway.core.request.transfer_params import (
     with_session_end,
 )
 from pointsman_gateway.core.stored_responses import says_not_stored
-from pointsman_gateway.core.streaming.answer_form import begins_as_events, has_answer, has_json_form
+from pointsman_gateway.core.streaming.answer_form import (
+    METADATA,
+    begins_as_events,
+    has_answer,
+    has_json_form,
+    is_in_bytes,
+)
 from pointsman_gateway.core.streaming.id_comments import without_comments
 from pointsman_gateway.core.streaming.parse_stream_end import StreamEnd, Usage, usage_of
 from pointsman_gateway.core.streaming.rest_of_text import RestOfText
@@ -60,7 +56,6 @@ from pointsman_gateway.io.request.shared_context import SharedContext
 # Maximum number of chunks that are kept of an answer whose ids the engine does not send, and the size of a chunk as it is kept,
 # bytes.
 TEXT_TOKENS, TEXT_TOKEN_BYTES = 2_048, 130
-_JSON = {"Content-Type": "application/json"}
 NOT_FOUND = 404
 # Number of events after which an answer that breaks off has not been broken by what broke it before.
 PROGRESS_TOKENS = 16
@@ -86,24 +81,16 @@ class EngineSteps:
         self._context = context
         self._writer = request.writer
         self._held = request.held_answer
-        self._remote_prefill = RemotePrefill(
-            shared.upstream,
-            shared.engine_ids,
-            shared.releases,
-            context.call,
-            context.transfer_obstacle,
-            context.headers_of,
-            lambda: [target_of(instance) for instance in context.state.pool.instances],
-        )
+        self._remote_prefill = RemotePrefill(shared.upstream, shared.engine_ids, shared.releases, context)
         self._last_prefix: tuple[str, int] | None = None  # instance id and end of the last slice or fetch, in tokens
         self._own_prefills = OwnPrefills()
         self._upstream: UpstreamResponse | None = None
         # A proxy sends a request once, so its answer cannot go on elsewhere.
-        self._tells = proxy is None and context.call.continuable and bool(shared.continuations.kept.limit)
+        self._tells = proxy is None and context.call.continuable and bool(shared.kept_bodies.limit)
         context.placement.movable = self._tells
         context.placement.streamed = context.call.stream
         self._sse = SseFilter(context.call.endpoint, hide_usage=context.call.hide_usage, tells=self._tells)
-        self._kept = Holding(shared.continuations.kept)
+        self._kept = Holding(shared.kept_bodies)
         self._kept.holder = request.holder
         self._moved = False  # operators have moved this attempt
         self._text: TextContinuation | None = None  # of an answer that goes on by its text
@@ -169,7 +156,7 @@ class EngineSteps:
         self._last_prefix = None
         self._moved = False
 
-    def move(self, step: StepAssigned) -> None:
+    def move(self, step: ev.StepAssigned) -> None:
         """End the open answer of a SERVE, such that another instance is asked, if that one can go on. Else no effect."""
         if self._upstream is None or self._proxy is not None:
             return
@@ -180,7 +167,7 @@ class EngineSteps:
         self._moved = True
         self._upstream.give_up("moved to another instance")
 
-    def waits_for_head(self, step: StepAssigned) -> bool:
+    def waits_for_head(self, step: ev.StepAssigned) -> bool:
         """Return whether the open request of a SERVE has no answer yet, not even a status, and can be asked anew elsewhere."""
         return self._upstream is None and self._proxy is None and step.kv_source is None and not self._writer.begun
 
@@ -193,7 +180,7 @@ class EngineSteps:
         """Return when the last byte of the open answer came, monotonic s; 0 without one."""
         return self._upstream.heard_at if self._upstream is not None else 0.0
 
-    def instance_lost(self, step: StepAssigned) -> None:
+    def instance_lost(self, step: ev.StepAssigned) -> None:
         """Handle that the router has lost the agent of a step's instance: what is silent there fails if nobody is there any
         more."""
         self._shared.upstream.lost(step.target)
@@ -207,7 +194,7 @@ class EngineSteps:
             self._upstream.close()
             self._upstream = None
 
-    async def prefill(self, step: StepAssigned) -> Event:
+    async def prefill(self, step: ev.StepAssigned) -> ev.Event:
         """Execute a PREFILL step: its instance computes KV for itself or for another one, or fetches it."""
         try:
             if step.kv_source is not None:
@@ -217,17 +204,17 @@ class EngineSteps:
             else:
                 await self._slice(step)
         except TransferError as error:
-            return PrefillEnded(str(error), error.instance_failed, error.refused, error.broke, error.instance_id)
+            return ev.PrefillEnded(str(error))
         except UpstreamError as error:
-            return PrefillEnded(error.text, error.instance_failed, error.refused, error.broke)
-        return PrefillEnded()
+            return ev.PrefillEnded(error.text, error.instance_failed, error.refused, error.broke, error.instance_id)
+        return ev.PrefillEnded()
 
-    async def _prefill_for(self, other: Target, step: StepAssigned) -> None:
-        """Prefill the prompt at the step's instance for another one. Raises TransferError."""
+    async def _prefill_for(self, other: ev.Target, step: ev.StepAssigned) -> None:
+        """Prefill the prompt at the step's instance for another one. Raises TransferError and UpstreamError."""
         answer = await self._remote_prefill.prefill(step)
         self._own_prefills.ended(other.instance_id, step.prefill_tokens, 0, _cached(answer))
 
-    async def _slice(self, step: StepAssigned) -> None:
+    async def _slice(self, step: ev.StepAssigned) -> None:
         """Prefill the prompt's first tokens into the instance's own cache. Raises TransferError and UpstreamError."""
         context = self._context
         path, body = prefix_request(context.call, self._beginning(step.prefill_tokens))
@@ -246,9 +233,9 @@ class EngineSteps:
         if before is not None and before[0] == instance_id and earlier_slices_evicted(answer, before[1]):
             raise TransferError("an earlier slice is not cached any more")
 
-    async def _fetch(self, step: StepAssigned, source: Target) -> None:
+    async def _fetch(self, step: ev.StepAssigned, source: ev.Target) -> None:
         """Fetch the prompt's first tokens from `source`, which has them cached, into the cache of the step's instance. Raises
-        TransferError."""
+        TransferError and UpstreamError."""
         wanted, instance_id, own = step.prefill_tokens, step.target.instance_id, self._own_prefills
         before = own.end(instance_id)
         outcome = "given_up"
@@ -271,7 +258,7 @@ class EngineSteps:
                 raise TransferError("the prefix did not arrive")
             outcome = "computed" if sent < received else "cached"
             self._last_prefix = instance_id, wanted
-        except TransferError:
+        except (TransferError, UpstreamError):
             outcome = "failed"
             raise
         finally:
@@ -284,15 +271,15 @@ class EngineSteps:
             raise TransferError("tokens unknown")
         return ids[:tokens].tolist()
 
-    async def pull(self, step: StepAssigned, *, early: bool) -> Event:
+    async def pull(self, step: ev.StepAssigned, *, early: bool) -> ev.Event:
         """Pull KV from the step's source into its instance. `early`: while the source still computes."""
         try:
             await self._remote_prefill.pull(step, early=early)
-        except TransferError as error:
-            return PullEnded(str(error))
-        return PullEnded()
+        except (TransferError, UpstreamError) as error:
+            return ev.PullEnded(str(error))
+        return ev.PullEnded()
 
-    async def serve(self, step: StepAssigned, attempt: Attempt, headers: dict[str, str], *, early: bool) -> Event:
+    async def serve(self, step: ev.StepAssigned, attempt: Attempt, headers: dict[str, str], *, early: bool) -> ev.Event:
         """Send the client's request and wait for the first byte of a stream or for a whole answer. `headers`: fields about the
         placement for the answer. `early`: the KV's source still computes."""
         call, upstream, stored = self._context.call, self._shared.upstream, self._context.continues
@@ -300,12 +287,12 @@ class EngineSteps:
         self.whole_response = None
         if stored is not None and step.target.instance_id != stored.instance.instance_id:
             # It is new: the gateway did not exclude it. It has not failed.
-            return UpstreamFailed("the instance does not store the response", innocent=True)
+            return ev.UpstreamFailed("the instance does not store the response", innocent=True)
         if self._text is not None and (step.target.url, step.target.incarnation) not in self._context.state.verified:
             # Its prompt may have other tokens than the gateway's. It has not failed.
-            return UpstreamFailed("the instance's tokens are not verified", innocent=True)
+            return ev.UpstreamFailed("the instance's tokens are not verified", innocent=True)
         if (self._text is not None or self.answer_record) and not self._context.may_go_on(step.target):
-            return UpstreamFailed("the instance differs from the one that began the answer", innocent=True)
+            return ev.UpstreamFailed("the instance differs from the one that began the answer", innocent=True)
         try:
             payload = self._context.payload_at(step.target) if self._text is None else self._text.payload
             if self._context.ends_session and self._shared.mark_session_ends and step.kv_source is None:
@@ -321,16 +308,12 @@ class EngineSteps:
                 if answer.status >= 500 and answer.status != NOT_IMPLEMENTED:
                     await self._keep_error(answer)
                     raise UpstreamError(f"status {answer.status}", answer.status, refused=True)
-                if (
-                    answer.status == NOT_FOUND
-                    and self._context.lora
-                    and not call.previous_response_id
-                    and not self._proxy
-                ):
+                adapter = self._context.lora and not call.previous_response_id and not self._proxy
+                if answer.status == NOT_FOUND and adapter:
                     # It has unloaded the adapter, which its agent has not seen yet; others may have it.
                     await self._keep_error(answer)
-                    return UpstreamFailed("the instance does not have the adapter", answer.status, innocent=True)
-                streamed = answer.status < 400 and answer.media_type == "text/event-stream"
+                    return ev.UpstreamFailed("the instance does not have the adapter", answer.status, innocent=True)
+                streamed = answer.status < 400 and answer.headers.media_type == "text/event-stream"
                 if streamed and not await answer.begun():
                     raise UpstreamError("an empty answer", answer.status, broke=True)
                 if streamed and not begins_as_events(answer.arrived):
@@ -343,14 +326,15 @@ class EngineSteps:
                 if record and not (streamed and answer.arrived.startswith(b":")):
                     # Its events would repeat what the client has. It has not failed.
                     answer.close()
-                    return UpstreamFailed("the instance cannot continue an answer", answer.status, innocent=True)
+                    return ev.UpstreamFailed("the instance cannot continue an answer", answer.status, innocent=True)
             if not streamed:
                 body = await upstream.read_all(answer, held=self._held)
                 if was_aborted(body):
                     raise AbortedByEngine
-                if answer.status == 200 and not has_json_form(body):
+                in_bytes = is_in_bytes(call.endpoint, answer.headers.media_type)
+                if answer.status == 200 and not in_bytes and not has_json_form(body):
                     raise UpstreamError("an answer that is no JSON", answer.status)
-                if answer.status == 200 and not has_answer(call.endpoint, body):
+                if answer.status == 200 and not in_bytes and not has_answer(call.endpoint, body):
                     # As a 500 with this body, which may be the fault of the request, too.
                     self._set_error(NO_ANSWER, body, answer)
                     raise UpstreamError("status 200 without an answer", NO_ANSWER, refused=True)
@@ -359,54 +343,46 @@ class EngineSteps:
                     self.close_upstream()
                     return self._reject(stored.missing(step.target.incarnation))
                 if answer.status >= 400:
-                    body = redact_error(call.endpoint.error_format, answer.status, body)
-                    headers = error_headers(answer.headers) | headers
-                else:
-                    headers = client_headers(answer.headers) | headers
-                if answer.status >= 400:
-                    self.whole_response = Response(answer.status, body, headers)
-                    return ResponseRejected(answer.status)
-                self._record_usage(attempt, usage_of(body, call.endpoint))
+                    self._set_error(answer.status, body, answer, headers)
+                    return ev.ResponseRejected(answer.status)
+                counted = answer.headers.get(METADATA).encode("latin-1") if in_bytes else body
+                self._record_usage(attempt, usage_of(counted, call.endpoint))
                 body = self._own_prefills.corrected(step.target.instance_id, body)
-                self.whole_response = Response(answer.status, body, headers)
+                self.whole_response = Response(answer.status, body, client_headers(answer.headers) | headers)
         except TransferError as error:
-            return UpstreamFailed(str(error), 500)
+            return ev.UpstreamFailed(str(error), 500)
         except OtherInstanceAnswered as other:
-            return OtherAnswered(other.target)
+            return ev.OtherAnswered(other.target)
         except AnswerTooLong:
             # Not retried: the answer of another instance would be as long.
-            return self._reject(
-                ApiRequestError(
-                    502, "The answer is too long: request it as a stream.", type_="server_error", code="too_long"
-                )
-            )
+            too_long = "The answer is too long: request it as a stream."
+            return self._reject(ApiRequestError(502, too_long, code="too_long"))
         except NoRoomForAnswer as no_room:
             return self._reject(no_room)
         except UpstreamError as error:
-            innocent = isinstance(error, InnocentFailure)
-            return UpstreamFailed(
+            return ev.UpstreamFailed(
                 error.text,
                 error.status,
                 error.refused,
-                innocent=innocent,
+                innocent=isinstance(error, InnocentFailure),
                 moved=self._moved,
                 broke=error.broke and not self._moved,
                 unreached=not error.sent,
             )
         attempt.first_byte_at = time.monotonic()
         self._context.answer_begun(step.target)
-        return ResponseStarted()
+        return ev.ResponseStarted()
 
-    async def _post(self, step: StepAssigned, payload: bytes) -> UpstreamResponse:
+    async def _post(self, step: ev.StepAssigned, payload: bytes) -> UpstreamResponse:
         """Send the client's request to the step's instance. Raises UpstreamError and OtherInstanceAnswered."""
         path, headers = self._context.call.endpoint.value, self._context.headers_of(step)
         if self._proxy is None:
-            return await self._shared.upstream.post(step.target, path, payload, headers)
+            return await self._shared.upstream.send(step.target, "POST", path, payload, headers)
         context, count = self._context, self._shared.proxy_fallbacks
         pool = context.state.pool
         # Not every instance has an adapter, or stores this response.
         alike = context.call.endpoint is not Endpoint.RESPONSES and context.call.model not in pool.lora_names
-        others: list[Target] = []
+        others: list[ev.Target] = []
         if count and alike:
             load = self._shared.router.inflight()
             excluded = {*context.placement.exclude, *unfit(context.placement, pool.instances)}
@@ -415,11 +391,11 @@ class EngineSteps:
         targets = [step.target, *others]
         return await self._proxy.post(targets, path, payload, fields, lambda: list(map(target_of, pool.instances)))
 
-    def _reject(self, error: ApiRequestError) -> ResponseRejected:
+    def _reject(self, error: ApiRequestError) -> ev.ResponseRejected:
         """Set `error` as the answer. The instance did not fail."""
         body = error.body(self._context.call.endpoint.error_format)
-        self.whole_response = Response(error.status, body, _JSON | error.headers())
-        return ResponseRejected(error.status, own=True)
+        self.whole_response = Response(error.status, body, JSON_FIELDS | error.headers())
+        return ev.ResponseRejected(error.status, own=True)
 
     async def _keep_error(self, answer: UpstreamResponse) -> None:
         """Keep an error answer for the client, in case no other instance succeeds."""
@@ -429,15 +405,16 @@ class EngineSteps:
             body = b""
         self._set_error(answer.status, body, answer)
 
-    def _set_error(self, status: int, body: bytes, answer: UpstreamResponse) -> None:
-        error_format = self._context.call.endpoint.error_format
-        redacted = redact_error(error_format, status, body)
-        self.whole_response = Response(status, redacted, error_headers(answer.headers))
+    def _set_error(
+        self, status: int, body: bytes, answer: UpstreamResponse, headers: Mapping[str, str] | None = None
+    ) -> None:
+        redacted = redact_error(self._context.call.endpoint.error_format, status, body)
+        self.whole_response = Response(status, redacted, {**error_headers(answer.headers), **(headers or {})})
 
-    async def relay_response(self, attempt: Attempt, headers: dict[str, str]) -> Event:
+    async def relay_response(self, attempt: Attempt, headers: dict[str, str]) -> ev.Event:
         """Relay the answer from its first byte to its end. If the client disconnects this is cancelled; see stream_end()."""
         if self.whole_response is not None:
-            return ResponseEnded()
+            return ev.ResponseEnded()
         assert self._upstream is not None
         upstream = self._upstream
         events = self._sse if self._text is None else RestOfText(self._sse, self._text.prompt_tokens)
@@ -449,23 +426,23 @@ class EngineSteps:
         before = self._sse.count
         corrected = partial(self._own_prefills.corrected_events, attempt.instance_id)
         self._sse.correct_usage = corrected if self._own_prefills else None
-        failed = UpstreamFailed("the stream ended early", upstream.status, broke=True)
+        failed = ev.UpstreamFailed("the stream ended early", upstream.status, broke=True)
         try:
             await relay_stream(upstream, events, self._writer)
         except UpstreamError as error:
             moved = self._moved and self._sse.can_continue
-            failed = UpstreamFailed(error.text, error.status, moved=moved, broke=error.broke and not self._moved)
+            failed = ev.UpstreamFailed(error.text, error.status, moved=moved, broke=error.broke and not self._moved)
         stream_end = self.stream_end(attempt)
         if stream_end.complete:
             # Whatever has happened to the connection after the answer's last event: the client has all of it.
-            return ResponseEnded(stream_end.error)
+            return ev.ResponseEnded(stream_end.error)
         progressed = self._sse.count - before >= PROGRESS_TOKENS
         return replace(failed, continuable=failed.moved or await self._may_continue(), progressed=progressed)
 
     async def _may_continue(self) -> bool:
         """Return whether another instance may go on with the answer; prepare it if only its text is known. Mutates."""
         known = self._sse.can_continue
-        if not (known or self._sse.has_text) or not self._shared.continuations.may_continue(time.monotonic()):
+        if not (known or self._sse.has_text) or self._shared.continuations.take("", time.monotonic()):
             return False
         return known or await self._continues_text()
 

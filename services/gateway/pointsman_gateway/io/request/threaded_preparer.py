@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -47,7 +46,7 @@ class ThreadedPreparer:
     take much memory, are tokenised one after the other. Clients take turns at each of these (`FairTurns`).
 
     A large body's values and its prompt may take many times its bytes. So there are only as many at once as there are threads
-    that tokenise: the caller decodes a body by decode_light(), and takes a turn of `large_turn()` if it is not light, from before
+    that tokenise: the caller decodes a body by decode_light(), and takes one of the `large_turns` if it is not light, from before
     it is parsed until it is prepared.
     """
 
@@ -57,7 +56,7 @@ class ThreadedPreparer:
         self._large_bodies = _Threads(1, "large-bodies")
         tokenizing = max(2, os.cpu_count() or 1)
         self._tokenizing = _Threads(tokenizing, "tokenizing")
-        self._large_prompts = FairTurns(tokenizing)
+        self.large_turns = FairTurns(tokenizing)  # at the memory for large bodies
         self._large_pieces = _Threads(1, "large-pieces")
         self._turn_bytes = 0  # of bodies of more than COUNTED_BYTES in this turn of the event loop
 
@@ -78,10 +77,6 @@ class ThreadedPreparer:
 
     def _next_turn(self) -> None:
         self._turn_bytes = 0
-
-    def large_turn(self, client: Client) -> AbstractAsyncContextManager[None]:
-        """Wait for a turn of `client` at the memory for large bodies, which lasts as long as the block."""
-        return self._large_prompts.turn(client)
 
     async def parse(
         self,
@@ -129,7 +124,7 @@ class ThreadedPreparer:
             else:
                 return await self._tokenized(context, pending)
             # Not while the error is handled: it refers to all that was rendered, and would keep it.
-            async with self.large_turn(context.client):
+            async with self.large_turns.turn(context.client):
                 return await self._tokens_of_large(context, tokenizer)
 
     async def _tokens_of_large(self, context: RequestContext, tokenizer: ModelTokenizer) -> Tokens:
@@ -137,7 +132,7 @@ class ThreadedPreparer:
         return await self._tokenized(context, await self._large_bodies.run(context.client, work))
 
     async def _tokenized(self, context: RequestContext, pending: PendingPrompt) -> Tokens:
-        threads = self._large_pieces if pending.longest_missing > LARGE_PIECE_CHARS else self._tokenizing
+        threads = self._large_pieces if pending.longest > LARGE_PIECE_CHARS else self._tokenizing
         prompt = await pending.tokenize_by(partial(threads.run, context.client))
         return await self._done(context.client, context.call.light, partial(self._preparer.tokens, context, prompt))
 

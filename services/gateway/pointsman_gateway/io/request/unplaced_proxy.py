@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote, urlencode
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import ApiRequestError, Endpoint, ErrorFormat, redact_error
 from pointsman_gateway.core.forwarded_headers import client_headers, error_headers
-from pointsman_gateway.core.http_message import Request, Response
+from pointsman_gateway.core.http_message import JSON_FIELDS, Request, Response
 from pointsman_gateway.core.memory_budget import Holding
 from pointsman_gateway.core.pool_state import instances_without
 from pointsman_gateway.core.request.local_placement import least_inflight
@@ -33,6 +34,10 @@ from pointsman_gateway.io.routing.router_client import RouterClient
 STORED_RESPONSE_PATH = re.compile(r"/v1/responses/([^/]{1,200})(/cancel)?")
 _QUERY = ("stream", "starting_after")
 _TRIES = 2
+# Time without an answer after which another instance is asked, s: engines count and tokenise without a step.
+ANOTHER_S = 5.0
+# Time for which an instance that was silent so long is asked only if no other is there, s.
+AVOIDED_S = 30.0
 NOT_FOUND = 404
 
 
@@ -45,11 +50,14 @@ class UnplacedProxy:
     router: RouterClient  # only read: open requests by instance, whether the fleet is known
     timeout_s: float
     round_robin: int = 0  # tries so far; chooses among instances with equally many open requests
+    _open: Counter[str] = field(default_factory=Counter)  # own open requests by instance
+    _avoided: dict[str, float] = field(default_factory=dict)  # silent instances, and until when, monotonic s
 
     async def forward(
         self, model: str, path: str, payload: bytes, error_format: ErrorFormat, held: Holding
     ) -> Response:
-        """Return the answer of the instance of `model` with the fewest open requests or, if that instance fails, of another one.
+        """Return the answer of the instance of `model` with the fewest open requests or, if that one fails or is silent for
+        ANOTHER_S, of another one.
 
         `held` counts the size of the answer. Raises ApiRequestError. Mutates `held`.
         """
@@ -57,25 +65,39 @@ class UnplacedProxy:
         instances = {instance.instance_id: instance for instance in found[0].pool.instances} if found else {}
         tried = tuple(instances_without(found[0].pool, model)) if found else ()
         failed = False
-        for _ in range(_TRIES):
+        error: Response | None = None  # of the last instance that answered
+        for tries_left in reversed(range(_TRIES)):
             self.round_robin += 1
-            chosen = least_inflight(sorted(instances), self.router.inflight(), tried, self.round_robin)
+            load = self._open + Counter(self.router.inflight())
+            now, ids = time.monotonic(), sorted(instances)
+            self._avoided = {name: until for name, until in self._avoided.items() if now < until}
+            chosen = least_inflight(ids, load, (*tried, *self._avoided), self.round_robin) or least_inflight(
+                ids, load, tried, self.round_robin
+            )
             if chosen is None:
                 break
             tried, failed = (*tried, chosen), True
+            limit_s = min(ANOTHER_S, self.timeout_s) if tries_left and len(tried) < len(instances) else self.timeout_s
             try:
                 async with (
-                    asyncio.timeout(self.timeout_s),
+                    asyncio.timeout(limit_s),
                     self._exchange(instances[chosen], "POST", path, payload) as answer,
                 ):
                     body = await self.upstream.read_all(answer, held=held)
-            except (UpstreamError, TimeoutError):
+            except TimeoutError:
+                self._avoided[chosen] = time.monotonic() + AVOIDED_S
                 continue
+            except UpstreamError:
+                continue
+            whole = _whole(answer, body, error_format)
             if answer.status < 500:
-                return _whole(answer, body, error_format)
+                return whole
+            error = whole
+        if error is not None:
+            return error
         if failed:
-            raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed")
-        raise ApiRequestError(503, "No instance is ready.", type_="server_error", code="no_instance", retry_after_s=1.0)
+            raise ApiRequestError(502, "The instance failed.", code="instance_failed")
+        raise ApiRequestError(503, "No instance is ready.", code="no_instance")
 
     def find(self, id_: str, tenant: str) -> StoredResponse:
         """Return where a response is stored. Raises ApiRequestError."""
@@ -96,7 +118,7 @@ class UnplacedProxy:
                 asyncio.timeout(self.timeout_s) as limit,
                 self._exchange(stored.instance, "POST" if found[2] else "GET", path) as answer,
             ):
-                if answer.status < 400 and answer.media_type == "text/event-stream":
+                if answer.status < 400 and answer.headers.media_type == "text/event-stream":
                     ping_in_silence(request, ErrorFormat.RESPONSES, silence_s, time.monotonic())
                     if await answer.begun():
                         limit.reschedule(None)  # the timeout does not apply to the length of a stream
@@ -107,7 +129,7 @@ class UnplacedProxy:
                     raise stored.missing(stored.instance.incarnation)
                 return _whole(answer, body, ErrorFormat.RESPONSES)
         except (UpstreamError, TimeoutError):
-            raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed") from None
+            raise ApiRequestError(502, "The instance failed.", code="instance_failed") from None
 
     @asynccontextmanager
     async def _exchange(
@@ -115,11 +137,16 @@ class UnplacedProxy:
     ) -> AsyncIterator[UpstreamResponse]:
         """Send a request and yield the instance's answer. It is closed at the end of the block, also after a timeout or a
         disconnect. Raises UpstreamError."""
-        answer = await self.upstream.send(target_of(instance), method, path, payload, _JSON)
+        self._open[instance.instance_id] += 1
         try:
-            yield answer
+            answer = await self.upstream.send(target_of(instance), method, path, payload, JSON_FIELDS)
+            try:
+                yield answer
+            finally:
+                answer.close()
         finally:
-            answer.close()
+            self._open[instance.instance_id] -= 1
+            self._open += Counter()  # without those that are 0
 
 
 async def _relay(answer: UpstreamResponse, request: Request) -> None:
@@ -138,12 +165,7 @@ async def _relay(answer: UpstreamResponse, request: Request) -> None:
     out.end()
 
 
-_JSON = {"Content-Type": "application/json"}
-
-
 def _whole(answer: UpstreamResponse, body: bytes, error_format: ErrorFormat) -> Response:
-    if answer.status >= 500:
-        raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed")
     if answer.status >= 400:
         redacted = redact_error(error_format, answer.status, body)
         return Response(answer.status, redacted, error_headers(answer.headers))

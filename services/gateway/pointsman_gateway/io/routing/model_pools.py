@@ -7,8 +7,10 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import structlog
 
@@ -151,9 +153,9 @@ class ModelPools:
         await asyncio.gather(*(check.close() for check in self._checks.values()), *self._closing)
 
     def _publish(self, state: PoolState) -> None:
-        self._telemetry.tokenizer_is_exact(state.pool.model, state.tokenizer_status is TokenizerStatus.EXACT)
-        if state.tokenizer is not None:
-            self._telemetry.tokenizer_is_fast(state.pool.model, state.tokenizer.is_fast)
+        exact = state.tokenizer_status is TokenizerStatus.EXACT
+        fast = state.tokenizer.is_fast if state.tokenizer is not None else None
+        self._telemetry.tokenizer_is(state.pool.model, exact=exact, fast=fast)
 
     def _start_proof(self, tokenizer: ModelTokenizer) -> None:
         loop, loaded = asyncio.get_running_loop(), weakref.ref(tokenizer)
@@ -174,7 +176,6 @@ class ModelPools:
     # Calls from checks (Tokenizers).
 
     def set_status(self, state: PoolState, tokenizer_status: TokenizerStatus, reason: str = "") -> None:
-        """See Tokenizers."""
         if (state.tokenizer_status, state.reason) == (tokenizer_status, reason):
             return
         state.tokenizer_status, state.reason = tokenizer_status, reason
@@ -185,7 +186,6 @@ class ModelPools:
             log.warning("placing without block keys", model=state.pool.model, reason=reason)
 
     def source(self, state: PoolState) -> str:
-        """See Tokenizers."""
         return self._tokenizers.get(state.pool.model) or state.pool.model_root
 
     def is_pinned(self, source: str) -> bool:
@@ -198,16 +198,21 @@ class ModelPools:
         if loading is None:
             pinned = self.is_pinned(source)
             hub = replace(self._hub, owners=()) if pinned else replace(self._hub, other_revision=True)
-            loading = self._loading[source, newest] = _load_aside(source, hub, newest, self._cache, self._start_proof)
-            loading.add_done_callback(lambda _: self._loading.pop((source, newest)))
+            loading = self._loading[source, newest] = _load_aside(source, hub, newest, self._cache)
+            loading.add_done_callback(partial(self._loaded, source, newest))
         try:
             async with asyncio.timeout(LOAD_S):
                 return await asyncio.shield(loading)
         except TimeoutError:
             raise HubUnreachable(f"{source!r} has not come from the hub in {LOAD_S:g} s") from None
 
+    def _loaded(self, source: str, newest: bool, loading: asyncio.Future[ModelTokenizer]) -> None:
+        del self._loading[source, newest]
+        # Marks an error as retrieved: the waiting task may have been cancelled.
+        if loading.exception() is None and loading.result().is_fast:
+            self._start_proof(loading.result())
+
     async def compare(self, state: PoolState, url: str) -> str | None:
-        """See Tokenizers."""
         assert state.tokenizer is not None
         try:
             return await first_difference(self._upstream, url, state.pool.model, state.tokenizer)
@@ -216,38 +221,21 @@ class ModelPools:
             return None
 
 
-def _load_aside(
-    source: str, hub: HubRules, newest: bool, cache: TokenCache, loaded: Callable[[ModelTokenizer], None]
-) -> asyncio.Future[ModelTokenizer]:
+def _load_aside(source: str, hub: HubRules, newest: bool, cache: TokenCache) -> asyncio.Future[ModelTokenizer]:
     """Load the tokenizer of `source` in a separate daemon thread. A hub that never answers then blocks neither the threads that
-    tokenise nor the end of the process. `loaded` is called with a tokenizer that fastokens encodes."""
-    loop = asyncio.get_running_loop()
-    found: asyncio.Future[ModelTokenizer] = loop.create_future()
-
-    def tell(tokenizer: ModelTokenizer | None, error: Exception | None) -> None:
-        if found.done():
-            return
-        if tokenizer is not None:
-            found.set_result(tokenizer)
-        elif error is not None:
-            found.set_exception(error)
-            found.exception()  # marks the error as retrieved: the waiting task may have been cancelled
+    tokenise nor the end of the process."""
+    found: Future[ModelTokenizer] = Future()
 
     def load() -> None:
-        tokenizer: ModelTokenizer | None = None
-        failed: TokenizerNotFound | None = None
         try:
-            tokenizer = load_tokenizer(find_tokenizer(source, hub, newest=newest), cache)
+            found.set_result(load_tokenizer(find_tokenizer(source, hub, newest=newest), cache))
         except TokenizerNotFound as missing:
-            failed = missing
+            found.set_exception(missing)
         except Exception as error:
             # Unexpected file contents: a tokenizer that is in use stays in use.
             log.exception("a tokenizer cannot be read", source=source)
-            failed = TokenizerNotFound(f"the tokenizer of {source!r} cannot be read: {type(error).__name__}")
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
-            loop.call_soon_threadsafe(tell, tokenizer, failed)
-            if tokenizer is not None and tokenizer.is_fast:
-                loop.call_soon_threadsafe(loaded, tokenizer)
+            reason = f"the tokenizer of {source!r} cannot be read: {type(error).__name__}"
+            found.set_exception(TokenizerNotFound(reason))
 
     threading.Thread(target=load, name="tokenizer", daemon=True).start()
-    return found
+    return asyncio.wrap_future(found)

@@ -55,12 +55,6 @@ class WithoutRouter:
 NO_INSTANCE = "No instance is ready for this model."
 
 
-def _cancellation_of(request_id: str) -> placement_pb2.Finished:
-    return placement_pb2.Finished(
-        request_id=request_id, outcome=placement_pb2.OUTCOME_CANCELLED, error="the placement came too late"
-    )
-
-
 class NoRouter(Exception):
     """Raised if there is no router to ask, or it was lost before it answered."""
 
@@ -181,7 +175,7 @@ class RouterClient:
     @property
     def connected(self) -> bool:
         """Whether at least one session with a router is open."""
-        return any(session.connected for session in self._sessions.values())
+        return self._session_with() is not None
 
     def inflight(self) -> Mapping[str, int]:
         """Return the number of open requests by instance id, without zeros; each sequence of a request counts."""
@@ -198,17 +192,8 @@ class RouterClient:
         This router is the owner of the first pool by name that has an owner.
         """
         owner = self._owners.first_owner()
-        return next(
-            (
-                session
-                for session in self._sessions.values()
-                if owner is not None
-                and session.connected
-                and session.router_id == owner.router_id
-                and session.accounts_usage
-            ),
-            None,
-        )
+        session = self._session_with(owner.router_id) if owner is not None else None
+        return session if session is not None and session.accounts_usage else None
 
     async def start(self) -> None:
         """Start to dial; return at once."""
@@ -276,10 +261,8 @@ class RouterClient:
 
     def step_done(self, request_id: str, index: int) -> None:
         """Report that a PREFILL step is done whose next step has already been sent."""
-        entry = self._requests.get(request_id)
-        if entry is not None:
-            done = placement_pb2.StepDone(request_id=request_id, step_index=index, ok=True)
-            self._report(entry, placement_pb2.SessionRequest(step_done=done))
+        done = placement_pb2.StepDone(request_id=request_id, step_index=index, ok=True)
+        self._report(self._requests[request_id], placement_pb2.SessionRequest(step_done=done))
 
     def placed(self, request: placement_pb2.PlacementRequest, instance_id: str, cached_tokens: int) -> None:
         """Store the instance of a request until finished(), and drop its block keys: the request is not submitted again."""
@@ -296,9 +279,8 @@ class RouterClient:
 
     def served_alone(self, request_id: str) -> None:
         """Report that a request runs on the instance of the last placed(), without the step that its router would have sent."""
-        entry = self._requests.get(request_id)
-        if entry is not None:
-            self._report(entry, placement_pb2.SessionRequest(open_stream=entry.open_stream()))
+        entry = self._requests[request_id]
+        self._report(entry, placement_pb2.SessionRequest(open_stream=entry.open_stream()))
 
     def first_token(self, request_id: str, refused_by: Sequence[str] = ()) -> None:
         """Report a request's first byte, and the instances that refused the request before."""
@@ -316,22 +298,17 @@ class RouterClient:
 
     def answer_begins(self, request_id: str, answer: OpenAnswer) -> None:
         """Set what is asked of a request's answer when the request is announced, and for reports of what engines send."""
-        entry = self._requests.get(request_id)
-        if entry is not None:
-            entry.open_answer, entry.progressed_at = answer, time.monotonic()
+        entry = self._requests[request_id]
+        entry.open_answer, entry.progressed_at = answer, time.monotonic()
 
     def on_move(self, request_id: str, move: Callable[[placement_pb2.Move], None]) -> None:
         """Set the function that is called when a router asks for the request to leave its instance."""
-        entry = self._requests.get(request_id)
-        if entry is not None:
-            entry.move = move
+        self._requests[request_id].move = move
 
     def finished(self, finished: placement_pb2.Finished) -> None:
         """Report an attempt's end. If no router is connected, the next hello reports the end by not listing the attempt."""
-        if (
-            finished.outcome == placement_pb2.OUTCOME_CANCELLED
-            and time.monotonic() - self._told_heard_at >= TELL_HEARD_S
-        ):
+        cancelled, since_s = finished.outcome == placement_pb2.OUTCOME_CANCELLED, time.monotonic() - self._told_heard_at
+        if cancelled and since_s >= TELL_HEARD_S:
             # Whether the engine had sent anything since the client asked says whether it is silent, or only slow.
             self._tell_heard()
         entry = self._requests.pop(finished.request_id, None)
@@ -420,9 +397,7 @@ class RouterClient:
     async def explain(self, request: placement_pb2.PlacementRequest, timeout_s: float) -> fleet_pb2.Decision:
         """Return the decision that a router would make on `request`, without a reservation. Raises NoRouter and
         grpc.aio.AioRpcError."""
-        session = self._route(request.model) or next(
-            (other for other in self._sessions.values() if other.connected), None
-        )
+        session = self._route(request.model) or self._session_with()
         if session is None or session.channel is None:
             raise NoRouter
         stub = fleet_pb2_grpc.FleetServiceStub(session.channel)  # type: ignore[arg-type]
@@ -441,14 +416,17 @@ class RouterClient:
         """
         if (known := self._routes.get(model)) is not None:
             return known
-        connected = [session for session in self._sessions.values() if session.connected]
         owner = self._owners.owner(self._owners.pool_of(model))
         if owner is None:
-            return now_at if now_at in connected else connected[0] if connected else None
-        found = next((session for session in connected if session.router_id == owner.router_id), None)
-        if found is not None:
+            return now_at if now_at is not None and now_at.connected else self._session_with()
+        if (found := self._session_with(owner.router_id)) is not None:
             self._routes[model] = found
         return found
+
+    def _session_with(self, router_id: str | None = None) -> RouterSession | None:
+        """Return a connected session with the router, or with any; None if there is none."""
+        connected = (session for session in self._sessions.values() if session.connected)
+        return next((session for session in connected if router_id in (None, session.router_id)), None)
 
     def _report(self, entry: _Request, message: placement_pb2.SessionRequest) -> None:
         session = None
@@ -517,45 +495,29 @@ class RouterClient:
         # A request whose bound has passed was let in.
         parked_until = entry.parked_until if entry.parked_until is not None and entry.parked_until > now else None
         request, known = entry.request, self._owners.pool(pool)
-        self._waiting.add(
-            pool,
-            WaitingRequest(
-                request.request_id,
-                entry.asked_at,
-                request.input_tokens,
-                (
-                    *request.exclude,
-                    *self._owners.without_adapter(request.model),
-                    *(unfit(request, known.instances) if known is not None else ()),
-                ),
-                entry.computed_at,
-                parked_until,
-                entry.sequences,
-            ),
-        )
+        misfits = unfit(request, known.instances) if known is not None else []
+        exclude = (*request.exclude, *self._owners.without_adapter(request.model), *misfits)
+        prompt = request.request_id, entry.asked_at, request.input_tokens
+        waiting = WaitingRequest(*prompt, exclude, entry.computed_at, parked_until, entry.sequences)
+        self._waiting.add(pool, waiting)
 
     @property
     def _limit_s(self) -> float:
         """How long a pool may have no owner before its requests are placed without a router, s."""
         return self._owners.timeout_s if self.connected else self._grace_s
 
-    def _note_route(self, pool: str, now: float) -> None:
-        """Record whether there is a router to ask for the pool."""
-        session = self._route(pool)
-        if session is None:
-            self._waiting.disconnected(pool, now, self._limit_s)
-            return
-        owner = self._owners.owner(pool)
-        asked = session.router_id, owner.epoch if owner is not None else 0
-        changed, self._asked[pool] = self._asked.get(pool) != asked, asked
-        self._waiting.connected(pool, now, changed=changed)
-
     def _note_routes(self) -> None:
         """Record whether there are routers to ask, after a session or the fleet changed."""
         now, pools = time.monotonic(), {pool.model for pool in self._owners.pools()}
         self._asked = {pool: asked for pool, asked in self._asked.items() if pool in pools}
         for pool in {*pools, *self._waiting.pools()}:
-            self._note_route(pool, now)
+            session, owner = self._route(pool), self._owners.owner(pool)
+            if session is None:
+                self._waiting.disconnected(pool, now, self._limit_s)
+            else:
+                asked = session.router_id, owner.epoch if owner is not None else 0
+                changed, self._asked[pool] = self._asked.get(pool) != asked, asked
+                self._waiting.connected(pool, now, changed=changed)
 
     def _wake_for(self, pool: str, now: float) -> None:
         """Set the timer for what waits for the pool's owner."""
@@ -630,19 +592,11 @@ class RouterClient:
             self._session_up,
             self._session_down,
             self._receive,
-            self._is_reached_elsewhere,
+            lambda router_id: self._session_with(router_id) is not None,
             self._open_channel,
         )
         self._sessions[address] = session
         session.start()
-
-    def _is_reached_elsewhere(self, session: RouterSession, router_id: str) -> bool:
-        """Return whether another session is connected to this router. A service's name and the router's own address may both lead
-        to it."""
-        return any(
-            other.connected and other.router_id == router_id and other is not session
-            for other in self._sessions.values()
-        )
 
     def _hello(self) -> placement_pb2.GatewayHello:
         requests = self._requests.values()
@@ -712,7 +666,9 @@ class RouterClient:
             # The client has disconnected, or the request was submitted to another router: this router must release its
             # reservation. A later step needs no message, because the end of the request releases its reservations.
             if isinstance(step, placement_pb2.Placement) and step.step.index == 0:
-                session.send(placement_pb2.SessionRequest(finished=_cancellation_of(request_id)), REPORT_DELAY_S)
+                late = placement_pb2.Finished(request_id=request_id, outcome=placement_pb2.OUTCOME_CANCELLED)
+                late.error = "the placement came too late"
+                session.send(placement_pb2.SessionRequest(finished=late), REPORT_DELAY_S)
             return
         if entry.answer is None or entry.answer.done():
             return

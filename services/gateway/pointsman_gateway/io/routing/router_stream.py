@@ -42,7 +42,8 @@ class RouterSession:
     """Keeps a stream to `address` open. `hello` returns the first message; the callbacks receive the session that they concern.
 
     A router ends a gateway's stream when the gateway opens another one. The session therefore does not dial while `reached`
-    returns that another session is connected to the same router.
+    returns that another session is connected to the same router. A service's name and the router's own address may both lead to
+    it.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class RouterSession:
         on_up: Callable[[RouterSession], None],
         on_down: Callable[[RouterSession], None],
         on_message: Callable[[RouterSession, placement_pb2.SessionResponse], None],
-        reached: Callable[[RouterSession, str], bool],
+        reached: Callable[[str], bool],
         dial: Dial,
     ) -> None:
         self.address = address
@@ -101,7 +102,7 @@ class RouterSession:
         loop = asyncio.get_running_loop()
         began = loop.time()
         while not self._closing:
-            if self._last_id and self._reached(self, self._last_id):
+            if self._last_id and self._reached(self._last_id):
                 await asyncio.sleep(MAX_PAUSE_S)
                 continue
             may_be_starting = False
@@ -111,9 +112,7 @@ class RouterSession:
             except grpc.aio.AioRpcError as error:
                 may_be_starting = error.code() is grpc.StatusCode.UNAVAILABLE and loop.time() - began < STARTUP_S
                 reason = f"{error.code().name}: {error.details()}"
-            except TimeoutError as error:
-                reason = str(error)
-            except OutOfStep as error:
+            except (TimeoutError, OutOfStep) as error:
                 reason = str(error)
             except Exception as error:
                 # A fault ends the session but not this task, which is the gateway's only connection to the router.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 import grpc
@@ -13,12 +13,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pointsman_common.io.metric_children import MetricChildren
+from pointsman_common.io.metric_children import M, MetricChildren
 from pointsman_gateway.core.request_usage import RequestUsage
 from pointsman_gateway.core.tokens.token_cache import TokenCache
 
 _CODES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 
+_NAMESPACE = "pointsman_gateway"
 _TPOT_S = (0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150, 600)
 # Time for which a model that has left the fleet keeps its counters, s. Its open requests end in it, and a scrape reads their last
@@ -43,120 +44,88 @@ class GatewayMetrics:
         self._removal: Iterator[None] = iter(())  # each step removes at most one series of a model that is gone
         self.registry = CollectorRegistry()
         # Registered first, because collectors run in this order: series of gone models end before they are read.
-        self.registry.register(_EndOfGoneModels(self._end_gone_models))
-        self.registry.register(_TokenCacheCollector(token_cache))
+        self.registry.register(_AtEachScrape(self._end_gone_models, token_cache))
         of = self.registry
-        name = "pointsman_gateway_"
-        self._requests = MetricChildren(
-            Counter(
-                f"{name}requests",
-                "Answers by model, route and HTTP status",
-                ["model", "route", "status"],
-                registry=None,
-            ),
-            of,
+
+        def children(kind: type[M], name: str, text: str, *labels: str) -> MetricChildren[M]:
+            return MetricChildren(kind(name, text, labels, _NAMESPACE, registry=None), of)
+
+        def counter(name: str, text: str, label: str = "", values: Iterable[str] = ()) -> Counter:
+            """`values` of the label start at 0, so that increase() counts the first one."""
+            made = Counter(name, text, [label] if label else [], _NAMESPACE, registry=of)
+            for value in values:
+                made.labels(value)
+            return made
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(name, text, namespace=_NAMESPACE, registry=of)
+
+        def histogram(name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+            return Histogram(name, text, namespace=_NAMESPACE, buckets=buckets, registry=of)
+
+        self._requests = children(
+            Counter, "requests", "Answers by model, route and HTTP status", "model", "route", "status"
         )
         # Tenants come only from the API keys, and models only from the fleet.
-        who = ["tenant", "model"]
         self._tenant_counters = tuple(
-            MetricChildren(Counter(f"{name}tenant_{what}", documentation, who, registry=None), of)
-            for what, documentation in (
+            children(Counter, f"tenant_{what}", text, "tenant", "model")
+            for what, text in (
                 ("requests", "Requests by tenant"),
                 ("prompt_tokens", "Prompt tokens of answered requests, including cached ones"),
                 ("cached_tokens", "Prompt tokens of answered requests that engines had cached"),
                 ("completion_tokens", "Tokens of answers"),
             )
         )
-        self.outcomes = Counter(f"{name}attempts", "Placed attempts by outcome", ["outcome"], registry=of)
-        self.retries = Counter(f"{name}retries", "Attempts after the first", registry=of)
-        self.continued = Counter(f"{name}continued", "Streams that another instance went on with", registry=of)
-        self._refusals = Counter(f"{name}refusals", "Requests that the router refused, by code", ["code"], registry=of)
-        self.limited = Counter(f"{name}limited", "Requests refused by their key's limits", registry=of)
-        self.accounted = Gauge(
-            f"{name}limits_accounted",
+        self.outcomes = counter("attempts", "Placed attempts by outcome", "outcome")
+        self.retries = counter("retries", "Attempts after the first")
+        self.continued = counter("continued", "Streams that another instance went on with")
+        self._refusals = counter("refusals", "Requests that the router refused, by code", "code")
+        self.limited = counter("limited", "Requests refused by their key's limits")
+        self.accounted = gauge(
+            "limits_accounted",
             "1 while a router accounts for keys' limits, 0 while this gateway admits its share of them",
-            registry=of,
         )
-        self.limit_gateways = Gauge(
-            f"{name}limit_gateways",
-            "Gateways that share keys' limits; without a router each admits an equal share",
-            registry=of,
+        self.limit_gateways = gauge(
+            "limit_gateways", "Gateways that share keys' limits; without a router each admits an equal share"
         )
-        self.stripped = Counter(f"{name}stripped_fields", "Fields removed from requests", ["field"], registry=of)
-        self._keyless = MetricChildren(
-            Counter(f"{name}keyless", "Requests placed without block keys", ["model"], registry=None), of
+        self.stripped = counter("stripped_fields", "Fields removed from requests", "field")
+        self._keyless = children(Counter, "keyless", "Requests placed without block keys", "model")
+        self.local = counter("degraded_placements", "Requests placed without a router")
+        self.kv_releases = counter(
+            "kv_releases", "KV releases for transfers that did not happen", "outcome", ("released", "failed")
         )
-        self.local = Counter(f"{name}degraded_placements", "Requests placed without a router", registry=of)
-        self.kv_releases = Counter(
-            f"{name}kv_releases", "KV releases for transfers that did not happen", ["outcome"], registry=of
-        )
-        self.kv_fetches = Counter(
-            f"{name}kv_fetches",
+        self.kv_fetches = counter(
+            "kv_fetches",
             "Fetches of prefixes from other instances' caches: cached there, computed there since they were evicted, failed, "
             "given_up at the time limit or because the client left",
-            ["outcome"],
-            registry=of,
+            "outcome",
+            ("cached", "computed", "failed", "given_up"),
         )
-        self.session_ends = Counter(
-            f"{name}session_ends", "Sessions that clients have ended, by a DELETE or a header", ["by"], registry=of
+        self.session_ends = counter(
+            "session_ends", "Sessions that clients have ended, by a DELETE or a header", "by", ("delete", "header")
         )
-        for by in ("delete", "header"):
-            self.session_ends.labels(by)
-        self.unconfirmed_ends = Gauge(
-            f"{name}session_ends_unconfirmed",
-            "Ends of sessions that not all owners of pools have confirmed",
-            registry=of,
+        self.unconfirmed_ends = gauge(
+            "session_ends_unconfirmed", "Ends of sessions that not all owners of pools have confirmed"
         )
-        for outcome in ("released", "failed"):
-            self.kv_releases.labels(outcome)  # starts at 0, so that increase() counts the first one
-        for outcome in ("cached", "computed", "failed", "given_up"):
-            self.kv_fetches.labels(outcome)
-        self._count_mismatch = MetricChildren(
-            Counter(
-                f"{name}prompt_tokens_mismatch",
-                "Answers whose usage.prompt_tokens differs from the gateway's count",
-                ["model"],
-                registry=None,
-            ),
-            of,
+        self._count_mismatch = children(
+            Counter,
+            "prompt_tokens_mismatch",
+            "Answers whose usage.prompt_tokens differs from the gateway's count",
+            "model",
         )
-        self.open = Gauge(f"{name}open_requests", "Requests placed and not finished", registry=of)
-        self.router = Gauge(f"{name}router_connected", "1 while a session with a router is open", registry=of)
-        self._exact = MetricChildren(
-            Gauge(f"{name}tokenizer_exact", "1 if the gateway's tokens equal the engine's", ["model"], registry=None),
-            of,
+        self.open = gauge("open_requests", "Requests placed and not finished")
+        self.router = gauge("router_connected", "1 while a session with a router is open")
+        self._exact = children(Gauge, "tokenizer_exact", "1 if the gateway's tokens equal the engine's", "model")
+        self._fast = children(Gauge, "tokenizer_fast", "1 if fastokens encodes, 0 if tokenizers does", "model")
+        self.tokenize = histogram("tokenize_seconds", "Time to render and tokenize a prompt and compute its keys")
+        self.place = histogram("place_seconds", "Time from asking a router to the first step")
+        self.ttft = histogram(
+            "ttft_seconds", "Time from the request's last byte to the first byte of a streamed answer"
         )
-        self._fast = MetricChildren(
-            Gauge(f"{name}tokenizer_fast", "1 if fastokens encodes, 0 if tokenizers does", ["model"], registry=None),
-            of,
+        self.tpot = histogram(
+            "tpot_seconds", "Mean time per output token after the first, of a streamed answer", _TPOT_S
         )
-        self.tokenize = Histogram(
-            f"{name}tokenize_seconds",
-            "Time to render and tokenize a prompt and compute its keys",
-            buckets=_SECONDS,
-            registry=of,
-        )
-        self.place = Histogram(
-            f"{name}place_seconds", "Time from asking a router to the first step", buckets=_SECONDS, registry=of
-        )
-        self.ttft = Histogram(
-            f"{name}ttft_seconds",
-            "Time from the request's last byte to the first byte of a streamed answer",
-            buckets=_SECONDS,
-            registry=of,
-        )
-        self.tpot = Histogram(
-            f"{name}tpot_seconds",
-            "Mean time per output token after the first, of a streamed answer",
-            buckets=_TPOT_S,
-            registry=of,
-        )
-        self.total = Histogram(
-            f"{name}request_seconds",
-            "Time from the request's last byte to the answer's last byte",
-            buckets=_SECONDS,
-            registry=of,
-        )
+        self.total = histogram("request_seconds", "Time from the request's last byte to the answer's last byte")
 
     def refused(self, code: int) -> None:
         """Count a refusal by the name of its google.rpc.Code, as routers do, or by its number if only a newer router defines the
@@ -198,15 +167,13 @@ class GatewayMetrics:
                 self._fast.forget((model,))
         self._end_gone_models()
 
-    def tokenizer_is_exact(self, model: str, exact: bool) -> None:
-        """Set whether a model's tokens equal its engines'; no effect for a model outside the fleet. Mutates."""
+    def tokenizer_is(self, model: str, *, exact: bool, fast: bool | None) -> None:
+        """Set whether a model's tokens equal its engines', and whether fastokens encodes its prompts (None: nothing does yet). No
+        effect for a model outside the fleet. Mutates."""
         if self._models.get(model) == math.inf:
             self._exact[model,].set(exact)
-
-    def tokenizer_is_fast(self, model: str, fast: bool) -> None:
-        """Set whether fastokens encodes a model's prompts; no effect for a model outside the fleet. Mutates."""
-        if self._models.get(model) == math.inf:
-            self._fast[model,].set(fast)
+            if fast is not None:
+                self._fast[model,].set(fast)
 
     def _label(self, model: str) -> str:
         return model if model in self._models else ""
@@ -232,27 +199,17 @@ class GatewayMetrics:
                 yield
 
 
-class _EndOfGoneModels(Collector):
-    """A collector without metrics that removes series of gone models before each scrape."""
+class _AtEachScrape(Collector):
+    """Removes series of gone models, and reads the token cache's counters, so that requests need not count them again."""
 
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end = end
-
-    def collect(self) -> Iterable[Metric]:
-        """Remove ended series; return no metrics."""
-        self._end()
-        return ()
-
-
-class _TokenCacheCollector(Collector):
-    """Collector that reads the token cache's counters at each scrape, so that requests need not count them again."""
-
-    def __init__(self, cache: TokenCache) -> None:
+    def __init__(self, end_gone_models: Callable[[], None], cache: TokenCache) -> None:
+        self._end_gone_models = end_gone_models
         self._cache = cache
 
     def collect(self) -> Iterator[Metric]:
         """The cache's counters."""
-        name = "pointsman_gateway_token_cache"
+        self._end_gone_models()
+        name = f"{_NAMESPACE}_token_cache"
         characters = CounterMetricFamily(
             f"{name}_characters", "Characters of prompts, by whether their tokens were cached", labels=["known"]
         )

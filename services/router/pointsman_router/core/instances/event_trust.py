@@ -49,7 +49,7 @@ class EventTrust:
     agreed: int = 0  # answers in a row that agreed; not counted during trust
     losses: int = 0  # how often trust was lost, a first contradiction before any trust included
     is_logged: bool = False  # whether the loss of trust, or that there never was any, is logged
-    # Answers that wait for their events: when they are due, and samples of their keys, the last first.
+    # Answers that wait for their events: when they are due, and samples of their keys, the last first; none if the copy had them.
     _pending: deque[tuple[float, tuple[int, ...]]] = field(default_factory=deque)
     _missing: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
     # Answers that are due by then waited already when the events were trusted last, and are yet to be compared; -inf: none.
@@ -66,11 +66,13 @@ class EventTrust:
         """Whether an answer waits for its events."""
         return bool(self._pending)
 
-    def computed(self, keys: Sequence[int], block_size: int, now: float, *, sparse: bool) -> None:
+    def computed(
+        self, keys: Sequence[int], block_size: int, holds: Callable[[int], bool], now: float, *, sparse: bool
+    ) -> None:
         """Record an answer's first token: the engine has the prompt's whole blocks, with these keys. Mutates.
 
         Prompts of a few blocks are ignored, and so are answers while enough wait. With `sparse` prefixes, the last keys are
-        looked up, any of which agrees.
+        looked up, any of which agrees. What the copy (`holds`, as for compare()) has by now agrees, also if it is evicted next.
         """
         if len(self._pending) >= WINDOW:
             return
@@ -82,7 +84,8 @@ class EventTrust:
             samples = tuple(keys[-SAMPLES:])
         else:
             samples = tuple(keys[(checked - 1) * at // (SAMPLES - 1)] for at in range(SAMPLES - 1, -1, -1))
-        self._pending.append((now + SETTLE_S, samples))
+        agrees = (any if sparse else all)(map(holds, samples))
+        self._pending.append((now + SETTLE_S, () if agrees else samples))
 
     def compare(self, holds: Callable[[int], bool], now: float, *, sparse: bool) -> bool:
         """Compare the answers that wait with the copy (`holds`: whether it has a key); return whether `proven` has changed, or
@@ -91,7 +94,7 @@ class EventTrust:
         agrees = any if sparse else all
         for _ in range(len(self._pending)):
             due, samples = self._pending.popleft()
-            if agrees(map(holds, samples)):
+            if not samples or agrees(map(holds, samples)):
                 changed |= self._agree()
             elif now >= due:
                 changed |= self._miss()

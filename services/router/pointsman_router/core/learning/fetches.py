@@ -2,7 +2,8 @@
 
 A fetch is a PREFILL step with a KV source: the source sends the KV of a prompt's first tokens, which it has cached, to the
 step's instance, which computes none of them. Its price is a latency and a time per token, learned as those of lower tiers, for
-each pool. Several fetches from one source share its network interface, so a fetch waits for those that are open there.
+each pool. Fetches from one source may share its network interface: how much of what was asked for before a fetch waits for is
+learned, too, as a share from none to all of it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from pointsman_router.core.kv_load import ASSUMED_TOKEN_BYTES, LoadPrice
 from pointsman_router.core.learning.load_price_fit import LoadPriceFit
 from pointsman_router.core.placement_types import Transfers
 
-# Prior of the price until fetches are observed: two requests to engines, one after the other, and a network of 25 Gbit/s.
-FETCH_LATENCY_S, FETCH_BYTES_S = 0.05, 3.1e9
+# Prior of the price until fetches are observed: two requests to engines, one after the other, and a network of 100 Gbit/s. It is
+# a fast one since a price that is too high is never corrected: nothing is fetched then.
+FETCH_LATENCY_S, FETCH_BYTES_S = 0.05, 1.25e10
 # How long an instance is no source after a fetch from it failed, s.
 AFTER_FAILURE_S = 30.0
+# Weight of a new sample of the share for which a fetch waits, in the moving average.
+SHARE_WEIGHT = 0.2
 # Nobody waits for a fetch that has taken longer than so many times the expected time.
 OVERDUE_FACTOR = 2.0
 
@@ -32,8 +36,10 @@ class _Fetch:
     target: str  # the instance of the step
     tokens: int  # those that are sent
     begun_at: float  # s
-    expected_s: float  # by the price when it began
-    behind: bool  # whether the source had prefills, or sent to others, when it began: the time is not that of the transfer alone
+    price: LoadPrice  # when it began
+    expected_s: float  # by that price
+    behind: bool  # whether the source had prefills when it began: the time is not that of the transfer alone
+    ahead: int  # tokens that the source was sending to others
     end: int  # number of leading blocks of the prompt that the target has after it
     last_key: int  # the key of the last of these blocks, which says what all of them are
 
@@ -47,6 +53,8 @@ class Fetches:
         self._to: dict[str, dict[str, _Fetch]] = {}
         self._from: dict[str, dict[str, _Fetch]] = {}
         self._fits: dict[str, LoadPriceFit] = {}
+        # Pool -> share of what a source sends to others that a fetch waits for; nothing before it was observed.
+        self._shares: dict[str, float] = {}
         # Source -> until when it is none, s.
         self._failed: dict[str, float] = {}
 
@@ -73,7 +81,7 @@ class Fetches:
     def transfers(self, instance_id: str, keys: Sequence[int], now: float) -> Transfers | None:
         """Return what concerns a prompt with these block keys: what an instance sends to others, and which part of the prompt
         arrives there for another request. None if there is neither. O(fetches to and from the instance)."""
-        sending = sum(fetch.tokens for fetch in self._from.get(instance_id, {}).values())
+        sending = self._sending(instance_id)
         arriving, arrives_at = 0, 0.0
         for fetch in self._to.get(instance_id, {}).values():
             overdue = now - fetch.begun_at > OVERDUE_FACTOR * fetch.expected_s
@@ -105,9 +113,9 @@ class Fetches:
         end = min(end_tokens // KEY_TOKENS, len(keys))
         if not end:
             return
-        behind = behind or bool(self._from.get(source))
-        waits = sum(fetch.tokens for fetch in self._from.get(source, {}).values())
-        fetch = _Fetch(pool, source, target, tokens, now, price.seconds(tokens + waits), behind, end, keys[end - 1])
+        expected_s = price.seconds(tokens + self._sending(source))
+        ahead = sum(fetch.tokens for fetch in self._from.get(source, {}).values())
+        fetch = _Fetch(pool, source, target, tokens, now, price, expected_s, behind, ahead, end, keys[end - 1])
         self._open[request_id] = fetch
         self._to.setdefault(target, {})[request_id] = fetch
         self._from.setdefault(source, {})[request_id] = fetch
@@ -119,8 +127,14 @@ class Fetches:
         self.gone(request_id)
         self._failed.pop(fetch.source, None)
         seconds = now - fetch.begun_at
-        # Behind others it took longer than the transfer, so it says something only if it was faster than expected.
-        if not fetch.behind or seconds < fetch.expected_s:
+        # Behind prefills it took longer than the transfer, so it says something only if it was faster than expected.
+        if fetch.behind and seconds >= fetch.expected_s:
+            return
+        if fetch.ahead:
+            waited = (seconds - fetch.price.seconds(fetch.tokens)) / (fetch.price.token_s * fetch.ahead)
+            share = self._share(fetch.pool)
+            self._shares[fetch.pool] = share + SHARE_WEIGHT * (min(max(waited, 0.0), 1.0) - share)
+        else:
             self._fits.setdefault(fetch.pool, LoadPriceFit()).learn(instance_id, fetch.tokens, seconds)
 
     def failed(self, request_id: str, now: float) -> None:
@@ -145,6 +159,15 @@ class Fetches:
     def forget_pool(self, pool: str) -> None:
         """Drop what was learned of a pool that has been gone for long. Mutates."""
         self._fits.pop(pool, None)
+        self._shares.pop(pool, None)
+
+    def _share(self, pool: str) -> float:
+        return self._shares.get(pool, 0.0)
+
+    def _sending(self, instance_id: str) -> int:
+        """Return how many of the tokens that an instance sends to others a further fetch from it waits for."""
+        fetches = self._from.get(instance_id, {}).values()
+        return round(sum(fetch.tokens * self._share(fetch.pool) for fetch in fetches))
 
     def check_invariants(self, requests: Container[str]) -> None:
         """Raise AssertionError if a fetch is not that of an open request (`requests`: their ids), or the indexes differ."""

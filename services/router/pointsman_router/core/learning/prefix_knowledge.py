@@ -334,7 +334,8 @@ class PrefixKnowledge:
         keys = prompt.keys[: min(prompt.target_tokens // KEY_TOKENS, len(prompt.keys)) // per_block * per_block]
         counts = record.needs_placements
         if record.follows_events:
-            record.trust.computed(keys, record.info.block_size, now, sparse=record.info.sparse_prefixes)
+            holds = partial(self.index.holds, prompt.instance_id)
+            record.trust.computed(keys, record.info.block_size, holds, now, sparse=record.info.sparse_prefixes)
         capacity = _capacity_keys(record)
         prompt.learned = self.computed_prompts.learn(prompt.instance_id, keys, capacity, counts=counts)
         if self.source(record, now) is PrefixSource.EVENTS:

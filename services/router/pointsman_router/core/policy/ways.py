@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 from msgspec import UNSET
@@ -15,6 +14,8 @@ from pointsman_router.core.prefill_curve import DEFAULT_CURVE, PrefillCurve
 
 # Number of instances with most of the prompt that are considered as sources of a fetch.
 SOURCES = 3
+# Why an instance gets no requests that can send KV nevertheless; empty: it gets some.
+ANSWERING = frozenset(("", "cordoned", "draining", "saturated"))
 # Maximum predicted time of a fetch, as a share of the time after which the gateway gives it up.
 SURE_SHARE = 0.5
 
@@ -81,15 +82,21 @@ def _sources(request: PlacementRequest, view: FleetView) -> Sequence[_Source]:
     able = [
         candidate
         for candidate in view.candidates
-        if candidate.kv_gives and candidate.exact and not candidate.excluded and candidate.present_tokens
+        if candidate.kv_gives and candidate.exact and candidate.excluded in ANSWERING and candidate.present_tokens
     ]
     sources = []
-    for candidate in sorted(able, key=attrgetter("present_tokens"), reverse=True)[:SOURCES]:
+    for candidate in sorted(able, key=_by_prefix)[:SOURCES]:
         work = candidate.prefill_backlog
         curve = view.curves.get(work.hardware, DEFAULT_CURVE)
         waits_s = prefills_ahead(work, curve, 1, view.now)[1] + candidate.kv_load.seconds
         sources.append(_Source(candidate, min(candidate.present_tokens, request.sliceable_tokens), waits_s))
     return sources
+
+
+def _by_prefix(candidate: Candidate) -> tuple[int, int, int]:
+    """Return a sort key: most of the prompt first; of equal ones those that send least, and then those that compute least."""
+    sending = NO_TRANSFERS if candidate.transfers is UNSET else candidate.transfers
+    return -candidate.present_tokens, sending.sending_tokens, candidate.pending_prefill_tokens
 
 
 def _with_fetch(
