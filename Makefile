@@ -118,7 +118,7 @@ test-pythons: env  ## the wheel on each Python that is here or that Debian has, 
 bench: env env-envoy  ## all benchmarks (needs Debian's nginx): a table, and bench/results.jsonl
 	$(BIN)/python -m bench
 
-scoreboard: env env-engine env-aiperf  ## other routers' programs beside Pointsman, <= 150 minutes: docs/scoreboard.md (needs nginx)
+scoreboard: env  ## other routers' programs beside Pointsman, in two calls of 90 minutes: docs/scoreboard.md (needs nginx)
 	$(BIN)/python -m studies.scoreboard
 
 check: env  ## style, types, layers, protos, deployment files, versions

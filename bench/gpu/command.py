@@ -179,4 +179,6 @@ def main(words: Sequence[str]) -> None:
         results = Runner(setting_of(given), given.out, state, passed, MODULES).run(parts, again=given.again)
     given.page.write_text(page({device: loaded(given.out, device, PARTS) for device in ("cuda", "cpu")}))
     print(f"{given.page}: written")
+    if results and all(result.status == COMPLETE for result in results):
+        print("all parts are complete")
     sys.exit(any(result.status != COMPLETE for result in results))

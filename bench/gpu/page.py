@@ -57,6 +57,8 @@ python parts/install.py --venv .venv-engine              # joins, checks, instal
 PATH=$PWD/.venv-engine/bin:$PATH python -m bench gpu     # all parts, 30 minutes; what is interrupted goes on
 ```
 
+Part c has more trials than fit into 8 minutes: run the command again until it says that all parts are complete.
+
 - The machine needs that Python with `venv` (pip comes along), 20 GB of disk, a C compiler, `nvidia-smi`, `setpriv`, and the
   libraries that Mooncake does not bring (Debian, Ubuntu: libibverbs1 libnuma1 libcurl4).
 - Where vLLM's wheels are too much: `install.py --only pointsman` needs the first parts alone and takes the torch of the Python

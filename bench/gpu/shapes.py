@@ -11,8 +11,8 @@ GB = 10**9
 USABLE_SHARE = 0.92
 # What an engine takes beside weights, KV and activations: the CUDA context, graphs, workspaces of libraries, fragmentation.
 CONTEXT_BYTES = int(1.2 * GB)
-# Activations of a step are counted as so many values of 2 bytes for each token and each of the widths (measured by nobody yet;
-# vLLM's own profile of a step is smaller for the models that its authors publish figures of).
+# Activations of a step are counted as so many values of 2 bytes for each token and each of the widths: an estimate that is meant
+# to be too large. No card has confirmed it yet.
 ACTIVATION_VALUES = 3
 
 

@@ -65,7 +65,7 @@ def _tensors(run: PartRun, shape: Shape, length: int) -> None:
 
 async def _engines(run: PartRun) -> None:
     lengths = run.device.sizes.lengths
-    # The largest shape would take longer than a part has.
+    # By estimate the largest shape takes longer than a part has.
     plan = run.device.plan((4,), [length + STREAM_KV for length in reversed(lengths)], QWEN3[:-1])
     lengths = tuple(length for length in lengths if length + STREAM_KV <= plan.kv_tokens)
     model = make_shape(run.folder / "model", plan.shape)

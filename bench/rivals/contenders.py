@@ -15,12 +15,14 @@ from pathlib import Path
 from bench.rivals.engines import EngineAddress
 from bench.rivals.environments import NotRunnable, environment, locked_version
 from pointsman_lab.report.bundle import git_commit
-from pointsman_router.core.policy.registry import POLICIES
 from tests.support.processes.pointsman import flag_words, pointsman_command
 
 POINTSMAN, DYNAMO = "pointsman", "dynamo"
-# Pointsman's policies on the board. One that this version does not have is named with that reason.
-OWN_POLICIES = ("auto", "unified", "foresight")
+# Pointsman with its default policy; and other policies, which the board leaves to docs/findings.md.
+OWN = f"{POINTSMAN} auto"
+OTHER_POLICIES = ("foresight", "unified")
+# What Pointsman is named with where it admits sessions by its setting.
+ADMISSION = "+admission"
 # What is not on the board, and why.
 ABSENT: Mapping[str, str] = {
     "production-stack": "it has no package: the name of its router, vllm-router, is on PyPI that of the Rust router above. It is "
@@ -62,10 +64,13 @@ class Contender:
     """A router on the board. `parts` returns its programs, with the files that they need written. `check` raises NotRunnable if
     they cannot run here."""
 
-    name: str
-    version: str
+    name: str  # product and policy, as on the page
+    version: str  # of Pointsman the commit; empty: unknown
     check: Callable[[], object]
     parts: Callable[[LaunchContext], Sequence[Part]]
+    admits: bool = False  # whether it is there for its admission of sessions
+    # Whether its clients name sessions by Dynamo's headers, and send a request at a session's end.
+    dynamo_sessions: bool = False
 
     @property
     def is_pointsman(self) -> bool:
@@ -80,14 +85,13 @@ def part_label(part: Part, argv: Sequence[str]) -> str:
 
 
 def contenders() -> list[Contender]:
-    """Return all routers of the board, Pointsman's policies first."""
-    own = [
-        Contender(f"{POINTSMAN} {policy}", git_commit()[:12], lambda policy=policy: _known(policy), _pointsman(policy))  # type: ignore[misc]
-        for policy in OWN_POLICIES
-    ]
+    """Return all routers, Pointsman first."""
+    commit = git_commit()[:12]
     vllm_router = locked_version("vllm-router")
     return [
-        *own,
+        Contender(OWN, commit, _nothing, _pointsman("auto")),
+        Contender(f"{OWN}{ADMISSION}", commit, _nothing, _pointsman("auto", admits=True), admits=True),
+        *(Contender(f"{POINTSMAN} {policy}", commit, _nothing, _pointsman(policy)) for policy in OTHER_POLICIES),
         *(
             Contender(f"vllm-router {policy}", vllm_router, lambda: environment("vllm-router"), _vllm_router(policy))
             for policy in ("cache_aware", "kv_aware", "consistent_hash")
@@ -97,16 +101,21 @@ def contenders() -> list[Contender]:
             "sglang-router cache_aware", locked_version("sglang-router"), lambda: environment("sglang-router"), _sglang
         ),
         Contender("dynamo kv", locked_version(DYNAMO, "ai-dynamo"), lambda: environment(DYNAMO), _dynamo),
+        Contender(
+            "dynamo thunderagent", locked_version(DYNAMO, "ai-dynamo"), lambda: environment(DYNAMO), _thunderagent,
+            admits=True, dynamo_sessions=True,
+        ),
         Contender("nginx least_conn", _nginx_version(), _nginx_program, _nginx),
-    ]
+    ]  # fmt: skip
 
 
-def _known(policy: str) -> None:
-    if policy not in POLICIES:
-        raise NotRunnable("this version has no such policy")
+def _nothing() -> None:
+    """Pointsman runs in the environment of this process."""
 
 
-def _pointsman(policy: str) -> Callable[[LaunchContext], Sequence[Part]]:
+def _pointsman(policy: str, *, admits: bool = False) -> Callable[[LaunchContext], Sequence[Part]]:
+    env = {"POINTSMAN_ROUTER_SESSION_ADMISSION": "true"} if admits else {}
+
     def parts(launch: LaunchContext) -> Sequence[Part]:
         flags = {
             "engine": launch.urls,
@@ -118,7 +127,7 @@ def _pointsman(policy: str) -> Callable[[LaunchContext], Sequence[Part]]:
             "policy": policy,
             "state-dir": launch.folder / "agent",
         }
-        return [Part("up", pointsman_command("up", *flag_words(flags)))]
+        return [Part("up", pointsman_command("up", *flag_words(flags)), env)]
 
     return parts
 
@@ -150,28 +159,65 @@ def _sglang(launch: LaunchContext) -> Sequence[Part]:
 
 
 def _dynamo(launch: LaunchContext) -> Sequence[Part]:
-    """Dynamo's front end with its KV router. Its workers pass requests on to the engines; their CPU time is not the router's."""
+    """Dynamo's front end with its KV router."""
+    argv = [*_front_end(launch), "--router-mode", "kv", "--kv-cache-block-size", str(launch.block_size)]
+    argv += ["--router-min-initial-workers", str(len(launch.engines))]
+    return [*_dynamo_workers(launch, launch.model), Part("front end", argv, _dynamo_env(launch))]
+
+
+def _thunderagent(launch: LaunchContext) -> Sequence[Part]:
+    """Dynamo's ThunderAgent router behind its front end. The workers register another model, so that the front end sends all
+    requests to the router: workers of dynamo.common.backend do not have its README's `--endpoint-types none`."""
+    argv = [
+        str(environment(DYNAMO) / "python"),
+        "-m",
+        "dynamo.thunderagent_router",
+        "--endpoint",
+        "dynamo.backend.generate",
+    ]
+    argv += ["--model-name", launch.model, "--model-path", str(dynamo_model(launch))]
+    argv += ["--router-block-size", str(launch.block_size)]
+    env = _dynamo_env(launch)
+    front_end = [*_front_end(launch), "--router-mode", "round-robin"]
+    return [
+        *_dynamo_workers(launch, f"{launch.model}-workers"),
+        Part("thunderagent", argv, env),
+        Part("front end", front_end, env),
+    ]
+
+
+def _front_end(launch: LaunchContext) -> list[str]:
     python = str(environment(DYNAMO) / "python")
-    env = {
+    return [python, "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(launch.ports[0])]
+
+
+def _dynamo_env(launch: LaunchContext) -> Mapping[str, str]:
+    return {
         "DYN_FILE_KV": str(launch.folder / "dynamo"), "DYN_DISCOVERY_BACKEND": "file", "DYN_EVENT_PLANE": "zmq",
         "DYN_LOG": "warn", "DYN_TCP_RPC_HOST": "127.0.0.1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": "",
     }  # fmt: skip
-    model = dynamo_model(launch)
-    worker = str(Path(__file__).with_name("dynamo_worker.py"))
-    workers = [
+
+
+def _dynamo_workers(launch: LaunchContext, registered: str) -> list[Part]:
+    """Return workers that pass requests on to the engines; their CPU time is not the router's. `registered`: the model's
+    name at the front end."""
+    python, worker = str(environment(DYNAMO) / "python"), str(Path(__file__).with_name("dynamo_worker.py"))
+    shape = [
+        "--block-size",
+        str(launch.block_size),
+        "--kv-blocks",
+        str(launch.kv_blocks),
+        "--context",
+        str(launch.context),
+    ]
+    shape += ["--model", str(dynamo_model(launch)), "--served", launch.model, "--registered", registered]
+    return [
         Part(
-            "adapters",
-            [python, worker, "--engine", engine.url, "--events", engine.events, "--model", str(model), "--served", launch.model,
-             "--block-size", str(launch.block_size), "--kv-blocks", str(launch.kv_blocks), "--context", str(launch.context)],
-            env,
+            "adapters", [python, worker, "--engine", engine.url, "--events", engine.events, *shape], _dynamo_env(launch),
             counted=False,
         )
         for engine in launch.engines
     ]  # fmt: skip
-    argv = [python, "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(launch.ports[0])]
-    argv += ["--router-mode", "kv", "--kv-cache-block-size", str(launch.block_size)]
-    argv += ["--router-min-initial-workers", str(len(launch.engines))]
-    return [*workers, Part("front end", argv, env)]
 
 
 def dynamo_model(launch: LaunchContext) -> Path:

@@ -34,13 +34,13 @@ class HttpEngine(LLMEngine):
     async def from_args(cls, argv: list[str] | None = None) -> tuple[HttpEngine, WorkerConfig]:
         """Read the command line."""
         parser = argparse.ArgumentParser(description=__doc__)
-        for name in ("engine", "events", "model", "served"):
+        for name in ("engine", "events", "model", "served", "registered"):
             parser.add_argument(f"--{name}", required=True)
         for name in ("block-size", "kv-blocks", "context"):
             parser.add_argument(f"--{name}", type=int, required=True)
         given = parser.parse_args(argv)
         config = WorkerConfig(
-            namespace="dynamo", component="backend", model_name=given.model, served_model_name=given.served,
+            namespace="dynamo", component="backend", model_name=given.model, served_model_name=given.registered,
             discovery_backend="file", event_plane="zmq",
         )  # fmt: skip
         return cls(given), config

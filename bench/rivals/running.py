@@ -8,6 +8,7 @@ import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,9 +66,14 @@ def running_router(contender: Contender, fleet: Fleet, folder: Path) -> Iterator
         time.sleep(SETTLE_S)
         yield RunningRouter(url, parts)
     finally:
-        for _, process in reversed(parts):
-            with contextlib.suppress(AssertionError):
-                process.stop(within_s=45)
+        # Together: each of Dynamo's workers takes some seconds.
+        with ThreadPoolExecutor(len(parts)) as pool:
+            list(pool.map(_stop, [process for _, process in parts]))
+
+
+def _stop(process: Process) -> None:
+    with contextlib.suppress(AssertionError):
+        process.stop(within_s=45)
 
 
 def _answers(url: str, fleet: Fleet, reports_instances: bool) -> bool:

@@ -67,7 +67,7 @@ ABLATIONS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     f"{OURS} {name}": (OURS, settings)
     for name, settings in {
         "without slices": {"slice_factor": 0.0},
-        "without holding": {"wait_factor": 1e6},
+        "without holding": {"heavy_wait_factor": 1e6, "light_wait_factor": 1e6},
         "without placing light requests at once": {"light_factor": 0.0},
         "without a price on leaving a cache": {"lost_cache_weight": 0.0},
         "without a price on answers beside slices": {"remainder_weight": 0.0},

@@ -17,7 +17,8 @@ class Measures(msgspec.Struct, kw_only=True):
     """What one trial measured. Times in s; None where no answer has the measure.
 
     `session_s`: from a session's first request to its last answer, percentiles over sessions whose requests were all answered.
-    `hit_ratio`: prompt tokens that the engines found cached, by the engines' own counters. `cpu_ms`: CPU time of each of the
+    `hit_ratio`: share of the prompts' tokens that the engines did not compute, by the engines' own counters. A router that has a
+    prompt computed in slices makes engines look its tokens up several times, which is no hit. `cpu_ms`: CPU time of each of the
     router's processes per request. `beside_cpu_ms`: that of programs which only connect the router to the engines. `idle`: share
     of the machine's cores that was idle; the lower, the more the programs disturbed each other.
     """
@@ -56,6 +57,8 @@ def measure(records: Sequence[RequestRecord], counted: Mapping[str, Any], span_s
     for record in records:
         if not record.ok:
             errors[str(record.status) if record.status not in (0, 200) else record.error.partition(":")[0]] += 1
+    prompts = sum(record.prompt_tokens or 0 for record in good)
+    computed = counted["asked"] - counted["cached"]
     per_request = 1e3 / max(len(records), 1)
     return Measures(
         requests=len(records),
@@ -68,7 +71,7 @@ def measure(records: Sequence[RequestRecord], counted: Mapping[str, Any], span_s
         e2e_s=percentiles([record.e2e_s for record in good]),
         session_s=percentiles([_length_s(of) for of in whole]),
         output_tokens=sum(record.output_tokens or 0 for record in good),
-        hit_ratio=counted["cached"] / counted["asked"] if counted["asked"] else None,
+        hit_ratio=max(1 - computed / prompts, 0.0) if prompts and counted["asked"] else None,
         cpu_ms={name: value * per_request for name, value in counted["cpu_s"].items()},
         beside_cpu_ms=counted["beside_cpu_s"] * per_request,
         engines_cpu_s=counted["engines_cpu_s"],

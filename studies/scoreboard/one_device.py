@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from itertools import count
+from math import isfinite
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ from bench.figures import Figure
 from bench.gpu.device import CPU, CUDA, SMALLEST, fleet_of, make_shape
 from bench.gpu.part import PartRun, run_part
 from bench.gpu.shapes import QWEN3
-from bench.rivals.contenders import Contender, contenders
+from bench.rivals.contenders import OWN, Contender, contenders
 from bench.rivals.engines import Fleet
 from bench.rivals.environments import NotRunnable
 from pointsman_lab.report.request_record import RequestRecord
@@ -30,7 +31,7 @@ from pointsman_lab.workload.traces import TraceRequest, by_session
 from studies.scoreboard.board import Cell, StoredTrial
 from studies.scoreboard.comparison import HITS, SESSION, TTFT, Column, Comparison
 from studies.scoreboard.fleet import reset_caches
-from studies.scoreboard.traffic import Draw, Load, PreparedChats, SendSettings, send
+from studies.scoreboard.traffic import Draw, Load, PreparedChats, Target, send
 from studies.scoreboard.trial import run_trial
 from studies.stored_trials import append_trial, read_trials
 from tests.support.engines.servers import running_engines
@@ -41,7 +42,6 @@ NAMES = (
 )
 # In the form that tests run: no program of others but nginx, which may be absent.
 FEW = ("pointsman auto", "nginx least_conn")
-REFERENCE = "pointsman auto"
 AGENTIC, FAN_OUT = "agentic", "fan-out"
 COLUMNS = (*TTFT[:2], SESSION, HITS)
 CONTEXT = {CUDA: 16_384, CPU: 4_096}
@@ -59,7 +59,7 @@ SESSIONS, SPAN_S = {CUDA: 8, CPU: 3}, {CUDA: 15.0, CPU: 5.0}
 PARENTS, CHILDREN, SHARED = {CUDA: 3, CPU: 1}, {CUDA: 8, CPU: 4}, {CUDA: 6_144, CPU: 1_024}
 # A parent has this time before its children are sent, s.
 LEAD_S = {CUDA: 1.0, CPU: 2.0}
-ROUNDS = {CUDA: 8, CPU: 1}
+ROUNDS = {CUDA: 5, CPU: 1}
 TRIAL_S = 90.0
 
 
@@ -130,8 +130,8 @@ def _trial(
     timing = "trace" if cell.name == FAN_OUT else "think"
 
     def send_all(url: str) -> list[RequestRecord]:
-        target = SendSettings(url, timing, 1.0)
-        return asyncio.run(send(drawn, chats, target, fleet.model, min(TRIAL_S, run.left_s())))
+        target = Target(url, fleet.model, timing, 1.0)
+        return asyncio.run(send(drawn, chats, target, min(TRIAL_S, run.left_s())))
 
     try:
         contender.check()
@@ -187,7 +187,7 @@ def fan_out(kind: str, load: Load, number: int) -> Draw:
 
 
 def figures(compared: Comparison) -> list[Figure]:
-    """Return the figures of a cell: each measure of each router beside that of REFERENCE in the same rounds."""
+    """Return the figures of a cell: each measure of each router beside that of OWN in the same rounds."""
     names = sorted(compared.trials, key=NAMES.index)
     measured = [_figure(compared, column, name) for name in names for column in COLUMNS]
     measured += [
@@ -209,13 +209,13 @@ def _figure(compared: Comparison, column: Column, name: str) -> Figure | None:
     # A fan-out's sessions are single requests.
     if column is SESSION and compared.cell.name == FAN_OUT:
         return None
-    entry = compared.entry(name, column, REFERENCE)
+    entry = compared.entry(name, column)
     if entry.mean is None:
         return None
     metric = f"{compared.cell.name} / {name} / {column.name}"
-    if name == REFERENCE or entry.ratio is None:
+    if name == OWN or entry.ratio is None:
         return Figure(metric, entry.mean, column.unit)
-    interval = f"{entry.low:.2f} to {entry.high:.2f}" if len(compared.trials[name]) > 1 else ""
+    interval = f"{entry.low:.2f} to {entry.high:.2f}" if isfinite(entry.high) else ""
     # The ratio is that of the pairs of rounds, not of the means.
     return Figure(metric, entry.mean, column.unit, entry.mean / entry.ratio, interval)
 

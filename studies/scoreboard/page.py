@@ -7,32 +7,41 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bench.rivals.contenders import ABSENT, POINTSMAN
-from bench.side_by_side import GOALS
+from bench.rivals.contenders import ABSENT, POINTSMAN, contenders
+from bench.side_by_side import GOALS as CPU_GOALS
 from studies.marked_sections import BOARD, write_front_section
-from studies.scoreboard.board import EMULATED, OWN_CLIENT, Cell, Results, SavedFigures, StoredTrial
+from studies.scoreboard.board import HELD_OUT, VERSION, Cell, Results, SavedFigures, StoredTrial
 from studies.scoreboard.comparison import (
+    AHEAD,
+    BEHIND,
     CPU,
     E2E,
+    EVEN,
+    FAILED_SHARE,
+    GOALS,
     HEADLINES,
     HITS,
+    MARKED_ERROR,
+    PREDICTED,
     SESSION,
     TPOT,
     TTFT,
     Column,
     Comparison,
     Entry,
-    Verdict,
+    Goal,
 )
 from studies.scoreboard.plots import cpu_plot, ttft_plot
+from studies.scoreboard.sequential import LEVEL, MOST
 
-BEHIND, AHEAD, EVEN = "**behind**", "ahead", "even"
 _OPENING = """# Scoreboard
 
 Pointsman and other routers' own programs in front of the same engines, with the same requests. `make scoreboard` runs all of it
-again and writes this page. A ratio is to {reference} in the same rounds; in brackets is its 95 % interval over {rounds} paired
-rounds (Student's, on the logarithm). An interval that contains 1 is no difference beyond chance. All programs run with their
-defaults.
+again and writes this page. A ratio is to {reference} in the same rounds; in brackets is its interval, which is true to {sure:.0%}
+for each router and measure by itself, although a router gets no further rounds when its comparison is decided
+(`studies/scoreboard/sequential.py`). An interval that contains 1 is no difference beyond chance. All routers have {rounds}
+rounds, and Pointsman, the best rivals and nginx up to {most}; means are over a router's own rounds, so compare ratios. All
+programs run with their defaults.
 
 Run on {date} at commit `{commit}`, on {machine}. {note}
 
@@ -40,6 +49,10 @@ Run on {date} at commit `{commit}`, on {machine}. {note}
 
 ![CPU time of each router per request](scoreboard_cpu.svg)
 """
+EARLIER = (
+    "These trials are of an earlier board, which had other cells, a fixed number of rounds, and in two cells other engines or\n"
+    "another client."
+)
 
 
 def write_page(results: Results, out: Path) -> None:
@@ -64,8 +77,12 @@ def render(
     comparisons = _comparisons(cells, trials)
     references = dict.fromkeys(comparison.reference for comparison in comparisons if comparison.reference)
     known = {"commit": "", "machine": "", "rounds": 0, "date": "", "note": ""} | facts
+    named = {"reference": " or ".join(references) or "nothing", "sure": 1 - LEVEL, "most": MOST}
+    of_this_board = facts.get("board") == VERSION
     parts = [
-        _OPENING.format(**{**known, "reference": " or ".join(references) or "nothing"}),
+        _OPENING.format(**{**known, **named}),
+        *([] if of_this_board else [EARLIER + "\n"]),
+        *([_goals(comparisons)] if of_this_board else []),
         "## Who wins\n",
         _winners(comparisons),
         "## What was run\n",
@@ -73,65 +90,71 @@ def render(
         _missing(cells, trials, int(str(known["rounds"]))),
         _programs(trials),
         *(_cell(comparison) for comparison in comparisons),
+        *filter(None, [_predictions(comparisons)]),
         *([_side_by_side(figures)] if figures is not None else []),
     ]
     return "\n".join(parts)
 
 
 def front_section(cells: Sequence[Cell], trials: Sequence[StoredTrial]) -> str:
-    """Return README's section: the cells that all routers are in, and where Pointsman is behind, ahead, and neither."""
+    """Return README's section: TTFT by cell, and where Pointsman is behind, ahead, and neither."""
     comparisons = _comparisons(cells, trials)
-    tables = [comparison for comparison in comparisons if comparison.cell.everyone]
+    references = list(dict.fromkeys(comparison.reference for comparison in comparisons))
+    names = [name for comparison in comparisons for name in comparison.ranked()]
     lines = [
-        f"| router | {' | '.join(comparison.cell.title for comparison in tables)} | {CPU.name}, {CPU.unit} |",
-        f"|---|{'---|' * (len(tables) + 1)}",
+        f"| router | {' | '.join(comparison.cell.title for comparison in comparisons)} | {CPU.name} |",
+        f"|---|{'---|' * (len(comparisons) + 1)}",
     ]
-    for name in tables[0].ranked() if tables else ():
-        cpu = field(tables[0].entry(name, CPU, ""), CPU, is_reference=True)
-        lines.append(f"| {name} | {' | '.join(_front_field(comparison, name) for comparison in tables)} | {cpu} |")
-    verdicts = [
-        (column, comparison.cell.title, verdict)
-        for column in HEADLINES
-        for comparison in comparisons
-        if (verdict := comparison.verdict(column))
+    for name in dict.fromkeys([*references, *names]):
+        fields = [_front_field(comparison, name, TTFT[:2]) for comparison in comparisons]
+        lines.append(f"| {name} | {' | '.join([*fields, _front_field(comparisons[0], name, [CPU])])} |")
+    standings = [
+        (column, comparison, comparison.standing(column)) for column in HEADLINES for comparison in comparisons
     ]
-    even = sum(_word(verdict) == EVEN for _, _, verdict in verdicts)
+    count = sum(len(found) for _, _, standing in standings for found in standing.values())
     lines += [
         "",
-        f"Pointsman's best policy beside the best other router ({len(comparisons)} kinds of traffic, {len(HEADLINES)} measures).",
-        "After `x` is the other's figure divided by Pointsman's.",
+        f"TTFT p50 / p90: of {' or '.join(references)} in {TTFT[0].unit} (CPU time in {CPU.unit}), of others as multiples of it",
+        "in the same rounds; `=`: no difference beyond chance (of p90). Of all comparisons with other products' routers",
+        f"({len(comparisons)} kinds of traffic, {len(HEADLINES)} measures), with the other's figure divided by Pointsman's:",
         "",
         *(
-            textwrap.fill(f"- {word}: {_places(verdicts, word, len(comparisons))}.", 150, subsequent_indent="  ")
-            for word in (BEHIND, AHEAD)
+            textwrap.fill(f"- {label}: {_places(standings, word)}.", 150, subsequent_indent="  ")
+            for word, label in ((BEHIND, f"**{BEHIND}**"), (AHEAD, AHEAD))
         ),
-        f"- no difference beyond chance: the other {even} of {len(verdicts)}.",
+        f"- no difference beyond chance: {sum(len(standing[EVEN]) for _, _, standing in standings)} of {count}.",
     ]
     return "\n".join(lines)
 
 
-def _front_field(one: Comparison, name: str) -> str:
-    """Return TTFT p50 and p90, with "=" where p90 does not differ from the reference's beyond chance."""
+def _front_field(one: Comparison, name: str, columns: Sequence[Column]) -> str:
+    """Return measures, of other routers as ratios to the reference's, with "=" where the last does not differ beyond chance."""
     if name not in one.trials:
         return "-"
-    entries = [one.entry(name, column, one.reference) for column in TTFT[:2]]
-    text = " / ".join(field(entry, column, is_reference=True) for entry, column in zip(entries, TTFT, strict=False))
-    return text if name == one.reference or entries[1].sure else f"{text} ="
+    entries = [one.entry(name, column) for column in columns]
+    if name == one.reference:
+        return " / ".join(
+            field(entry, column, is_reference=True) for entry, column in zip(entries, columns, strict=True)
+        )
+    text = " / ".join("-" if entry.ratio is None else f"x{entry.ratio:.2f}" for entry in entries)
+    return text if entries[-1].sure else f"{text} ="
 
 
-def _places(verdicts: Sequence[tuple[Column, str, Verdict]], word: str, kinds: int) -> str:
-    """Return the measures and kinds of traffic of the verdicts that are `word`, each with its ratio."""
+def _places(standings: Sequence[tuple[Column, Comparison, dict[str, list[tuple[str, float]]]]], word: str) -> str:
+    """Return the measures in which the reference is `word` of others: how many, and the ratios, or all names of up to three."""
     found: dict[str, list[tuple[str, float]]] = {}
-    for column, title, verdict in verdicts:
-        if _word(verdict) == word and verdict.entry.ratio is not None:
-            found.setdefault(column.name, []).append((title, verdict.entry.ratio))
+    counts: dict[str, int] = {}
+    for column, comparison, standing in standings:
+        counts[column.name] = counts.get(column.name, 0) + sum(map(len, standing.values()))
+        for name, ratio in standing[word]:
+            found.setdefault(column.name, []).append((f"{comparison.cell.title}: {name}", ratio))
     parts = []
-    for name, places in found.items():
+    for measure, places in found.items():
         ratios = [ratio for _, ratio in places]
-        text = f"all x{min(ratios):.2f} to x{max(ratios):.2f}"
-        if len(places) < kinds:
-            text = "; ".join(f"{title} x{ratio:.2f}" for title, ratio in places)
-        parts.append(f"{name} ({text})")
+        text = f"{len(places)} of {counts[measure]}, x{min(ratios):.2f} to x{max(ratios):.2f}"
+        if len(places) <= 3:
+            text = "; ".join(f"{name} x{ratio:.2f}" for name, ratio in places)
+        parts.append(f"{measure} ({text})")
     return ", ".join(parts) or "none"
 
 
@@ -140,87 +163,106 @@ def _comparisons(cells: Sequence[Cell], trials: Iterable[StoredTrial]) -> list[C
     return [Comparison(cell, kept) for cell in cells if any(trial.cell == cell.name for trial in kept)]
 
 
+def _goals(comparisons: Sequence[Comparison]) -> str:
+    """Return the goals, and whether they are met: "open" where the interval contains the limit."""
+    rows = [
+        f"| {goal.column.name}: {goal.title} | {comparison.cell.title} | {_goal(comparison, goal)} |"
+        for goal in GOALS
+        for comparison in comparisons
+        if comparison.cell.name in goal.cells or not goal.cells
+    ]
+    return "\n".join(["## Goals\n", "| goal | traffic | result |", "|---|---|---|", *rows, ""])
+
+
+def _goal(comparison: Comparison, goal: Goal) -> str:
+    result, names = comparison.goal(goal)
+    ratios = [(name, comparison.entry(name, goal.column).ratio or 0.0) for name in names]
+    if goal.limit != 1.0:
+        ratios = [(name, 1 / ratio) for name, ratio in ratios if ratio]
+    of = ", ".join(f"{name} x{ratio:.2f}" for name, ratio in ratios)
+    return f"{f'**{result}**' if result == 'missed' else result}{f': {of}' if of else ''}"
+
+
 def _winners(comparisons: Sequence[Comparison]) -> str:
-    """Return the first table: for each cell and measure the winner, and what the best of the others has in Pointsman's terms."""
+    """Return the first table: for each cell and measure how many rivals Pointsman is ahead of, and which it is behind."""
     lines = [
-        "For each measure Pointsman's best policy and the best other router, with the other's figure divided by Pointsman's.",
-        "**behind**: the other router is better; ahead: Pointsman is; even: no difference beyond chance. A router that failed",
+        "For each measure the number of other products' routers that Pointsman is ahead of, those that it is behind, each with",
+        "its figure divided by Pointsman's, and the number of those without a difference beyond chance. A router that failed",
         "more than 1 % of its requests is left out here.",
         "",
         f"| traffic | {' | '.join(column.name for column in HEADLINES)} |",
         f"|---|{'---|' * len(HEADLINES)}",
     ]
     for comparison in comparisons:
-        fields = [_winner(comparison.verdict(column), column) for column in HEADLINES]
+        fields = [_winner(comparison.standing(column)) for column in HEADLINES]
         lines.append(f"| {comparison.cell.title} | {' | '.join(fields)} |")
-    return "\n".join(lines) + "\n"
+    failing = [
+        f"{comparison.cell.title}: {name} {comparison.failed_share(name):.1%}"
+        for comparison in comparisons
+        for name in comparison.trials
+        if comparison.failed_share(name) > FAILED_SHARE
+    ]
+    return "\n".join(lines) + "\n" + (f"\nFailed more: {'; '.join(failing)}.\n" if failing else "")
 
 
-def _winner(verdict: Verdict | None, column: Column) -> str:
-    if verdict is None:
-        return "-"
-    ratio = verdict.entry.ratio
-    ratio_text = "" if ratio is None else f" x{ratio:.2f}"
-    return f"{_word(verdict)}: {verdict.own.removeprefix(POINTSMAN).strip()}, {verdict.rival}{ratio_text}"
-
-
-def _word(verdict: Verdict) -> str:
-    if not verdict.entry.sure:
-        return EVEN
-    return AHEAD if verdict.winner == verdict.own else BEHIND
+def _winner(standing: dict[str, list[tuple[str, float]]]) -> str:
+    behind = ", ".join(f"{name} x{ratio:.2f}" for name, ratio in standing[BEHIND])
+    parts = [
+        f"ahead of {len(standing[AHEAD])}" if standing[AHEAD] else "",
+        f"**{BEHIND}** {behind}" if behind else "",
+        f"even with {len(standing[EVEN])}" if standing[EVEN] else "",
+    ]
+    return "; ".join(filter(None, parts)) or "-"
 
 
 def _traffic(comparisons: Sequence[Comparison], trials: Iterable[StoredTrial]) -> str:
     sources = {trial.cell: trial.source for trial in trials if trial.source}
     lines = [
-        "| traffic | requests of sessions | source | engines | sent by | rounds |",
+        "| traffic | requests of sessions | source | engines | rounds | decided by |",
         "|---|---|---|---|---|---|",
     ]
     for comparison in comparisons:
         cell = comparison.cell
         first = next((measures for of in comparison.trials.values() for measures in of.values()), None)
-        if cell.engines == EMULATED:
-            engines = f"{cell.count} emulated, {cell.speedup:g} times as fast as the modelled one"
-        else:
-            engines = f"{cell.count} vLLM servers on CPU, a small random model"
-        client = "the replay client" if cell.client == OWN_CLIENT else cell.client
+        engines = f"{cell.count} emulated, {cell.speedup:g} times as fast as the modelled one"
         count = f"{first.requests} of {first.sessions}" if first else "-"
-        lines.append(
-            f"| {cell.title} | {count} | {sources.get(cell.name, '-')} | {engines} | {client} | {comparison.rounds} |"
-        )
+        source, decides = sources.get(cell.name, "-"), ", ".join(cell.decides)
+        lines.append(f"| {cell.title} | {count} | {source} | {engines} | {comparison.rounds} | {decides} |")
     return "\n".join(lines) + "\n\n" + _NOTES
 
 
 _NOTES = """\
 Latencies are those that the client saw, in seconds of the clock, also where engines are faster than the modelled one:
 a router's own time then weighs more than it would in front of the modelled engine. A session is timed from its first
-request to its last answer, pauses included. The hit ratio is the engines' own count of cached prompt tokens. A
-router's CPU time is that of all its processes while the requests ran; Dynamo's workers only connect its front end to
-the engines here, and are counted apart. The emulated engines answer `/render`, which vllm-router asks for each
-prompt; vLLM does with `--enable-scale-out`. Clients send `X-Session-ID`. One request of a word goes first to each
-router, and the caches of the engines are empty otherwise.
+request to its last answer, pauses included. The hit ratio is the share of the prompts' tokens that no engine
+computed, by the engines' own count. A router's CPU time is that of all its processes while the requests ran; Dynamo's
+workers only connect its front end to the engines here, and are counted apart. A router begins each trial without
+anything learned. The emulated engines answer `/render`, which vllm-router asks for each prompt; vLLM does with
+`--enable-scale-out`. Clients send `X-Session-ID`; those of ThunderAgent Dynamo's headers, and a request at a
+session's end. ThunderAgent's router is in Dynamo's package, which calls it experimental. One request of a word goes
+first to each router, and the caches of the engines are empty otherwise.
 """
 
 
 def _missing(cells: Sequence[Cell], trials: Sequence[StoredTrial], rounds: int) -> str:
-    """Return a sentence that names what has fewer rounds than asked for, or is not there at all; empty if nothing is missing."""
-    found: dict[tuple[str, str], int] = {}
-    for trial in trials:
-        found[trial.cell, trial.contender] = found.get((trial.cell, trial.contender), 0) + (
-            rounds if trial.problem else 1
-        )
-    everyone = {trial.contender for trial in trials}
+    """Return a sentence that names what has fewer rounds than all routers should have; empty if nothing is missing."""
     short = []
     for cell in cells:
-        there = {name: count for (at, name), count in found.items() if at == cell.name}
-        names = sorted(name for name in (everyone if cell.everyone else there) if there.get(name, 0) < rounds)
-        if not there:
+        found: dict[str, int] = {}
+        for trial in trials:
+            if trial.cell == cell.name and trial.round != HELD_OUT:
+                found[trial.contender] = found.get(trial.contender, 0) + (rounds if trial.problem else 1)
+        everyone = {trial.contender for trial in trials if cell.everyone and trial.contender not in _ADMITTING}
+        names = sorted(name for name in everyone | set(found) if found.get(name, 0) < rounds)
+        if not found:
             short.append(f"{cell.title}: all")
         elif names:
-            short.append(f"{cell.title}: {', '.join(f'{name} has {there.get(name, 0)}' for name in names)}")
+            short.append(f"{cell.title}: {', '.join(f'{name} has {found.get(name, 0)}' for name in names)}")
     return f"Missing of {rounds} rounds: {'; '.join(short)}.\n" if short else ""
 
 
+# Routers that are only in cells with admission.
+_ADMITTING = {contender.name for contender in contenders() if contender.admits}
 # How trials name the command line of Pointsman: its module, which has had two names.
 _OWN_MODULE = re.compile(r"^python -m pointsman(?:\.|_)cli\.main\b", re.MULTILINE)
 
@@ -248,12 +290,52 @@ def _plain(text: str) -> str:
 def _cell(one: Comparison) -> str:
     parts = [f"## {one.cell.title[:1].upper()}{one.cell.title[1:]}\n"]
     if one.reference:
-        parts.append(f"Ratios are to {one.reference}.\n")
+        parts.append(
+            f"Ratios are to {one.reference}. Rounds: {', '.join(f'{name} {len(of)}' for name, of in one.trials.items())}.\n"
+        )
     parts += [_table(one, TTFT), _table(one, [*TPOT, *E2E]), _rest(one)]
+    if told := [text for name in one.ranked() if (text := _held_out(one, name))]:
+        parts.append(f"A held-out draw, of one round and so without an interval: {'; '.join(told)}.\n")
     idle = [measures.idle for of in one.trials.values() for measures in of.values()]
     if idle:
         parts.append(f"The machine's cores were idle {min(idle):.0%} to {max(idle):.0%} of the time.\n")
     return "\n".join(parts)
+
+
+def _held_out(one: Comparison, name: str) -> str:
+    """Return the cell's deciding measures in the held-out draw."""
+    if name == one.reference or one.reference not in one.held_out or name not in one.held_out:
+        return ""
+    columns = [column for column in HEADLINES if column.name in one.cell.decides]
+    ratios = [(column.name, one.held_out_ratio(name, column)) for column in columns]
+    return f"{name} {', '.join(f'{measure} x{ratio:.2f}' for measure, ratio in ratios if ratio is not None)}"
+
+
+def _predictions(comparisons: Sequence[Comparison]) -> str:
+    """Return the lab's prediction of each cell beside what was measured; empty without any."""
+    lines = [
+        "## The lab's predictions\n",
+        "Each trial simulated: the same sessions, engines and rule. Predicted mean over the rounds for the measured one, with",
+        f"its error. **Bold**: off by more than {MARKED_ERROR:.0%}. The lab models neither a router's own time nor the clients'.",
+        "",
+        f"| traffic | router | {' | '.join(f'{column.name}, {column.unit}' for column in PREDICTED)} |",
+        f"|---|---|{'---|' * len(PREDICTED)}",
+    ]
+    head = len(lines)
+    for comparison in comparisons:
+        for name in comparison.predicted:
+            fields = [_prediction(comparison, name, column) for column in PREDICTED]
+            lines.append(f"| {comparison.cell.title} | {name} | {' | '.join(fields)} |")
+    return "\n".join(lines) + "\n" if len(lines) > head else ""
+
+
+def _prediction(comparison: Comparison, name: str, column: Column) -> str:
+    found = comparison.prediction(name, column)
+    if found is None or not found[1]:
+        return "-"
+    lab, live = found
+    text = f"{lab:,.{column.digits}f} for {live:,.{column.digits}f} ({lab / live - 1:+.0%})"
+    return f"**{text}**" if abs(lab / live - 1) > MARKED_ERROR else text
 
 
 # Metric of side_by_side, without the prefix of the proxy -> what is measured.
@@ -287,7 +369,7 @@ def _side_by_side(saved: SavedFigures) -> str:
     for figure in saved.figures:
         serve = figure.metric.startswith("side_serve_")
         what = figure.metric.removeprefix("side_serve_" if serve else "side_")
-        _, against, goal = GOALS[f"side_{what}"]
+        _, against, goal = CPU_GOALS[f"side_{what}"]
         ratio = "-" if figure.ratio is None else f"{figure.ratio:.2f}"
         reached = "-" if not goal else f"{goal:g}, {'reached' if (figure.ratio or 0.0) <= goal else '**missed**'}"
         others = re.sub(r"[\d.]+e\+\d+", lambda found: _short(float(found[0])), figure.note.partition("; baseline")[0])
@@ -308,7 +390,7 @@ def _table(one: Comparison, columns: Sequence[Column]) -> str:
         f"|---|{'---|' * len(columns)}",
     ]
     for name in one.ranked():
-        fields = [field(one.entry(name, column, one.reference), column, name == one.reference) for column in columns]
+        fields = [field(one.entry(name, column), column, name == one.reference) for column in columns]
         lines.append(f"| {name} | {' | '.join(fields)} |")
     return "\n".join(lines) + "\n"
 
@@ -318,7 +400,7 @@ def _rest(one: Comparison) -> str:
     names = " | ".join(f"{column.name}, {column.unit}" for column in columns)
     lines = [f"| router | {names} | CPU by process, ms | memory, MB | failed |", f"|---|{'---|' * 6}"]
     for name in one.ranked():
-        fields = [field(one.entry(name, column, one.reference), column, name == one.reference) for column in columns]
+        fields = [field(one.entry(name, column), column, name == one.reference) for column in columns]
         rounds = list(one.trials[name].values())
         parts = dict.fromkeys(part for measures in rounds for part in measures.cpu_ms)
         cpu = [f"{part} {sum(trial.cpu_ms.get(part, 0.0) for trial in rounds) / len(rounds):.2f}" for part in parts]

@@ -12,7 +12,6 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from bench.rivals.contenders import POINTSMAN
 from pointsman_lab.report.plots import LIGHT_STYLE
-from studies.scoreboard.board import EMULATED
 from studies.scoreboard.comparison import CPU, TTFT, Column, Comparison
 
 _STYLE: Any = LIGHT_STYLE | {"svg.hashsalt": "pointsman scoreboard"}
@@ -26,12 +25,7 @@ def ttft_plot(comparisons: Sequence[Comparison]) -> str:
 
 def cpu_plot(comparisons: Sequence[Comparison]) -> str:
     """Return the SVG of the routers' CPU time per request, on a logarithmic scale."""
-    return _bars(
-        [comparison for comparison in comparisons if comparison.cell.engines == EMULATED],
-        CPU,
-        "ms of CPU per request",
-        log=True,
-    )
+    return _bars(comparisons, CPU, "ms of CPU per request", log=True)
 
 
 def _bars(comparisons: Sequence[Comparison], column: Column, label: str, *, log: bool) -> str:

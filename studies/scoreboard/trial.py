@@ -68,5 +68,5 @@ def run_trial(contender: Contender, fleet: Fleet, folder: Path, send: Send) -> M
         meter.start()
         began = time.monotonic()
         records = send(router.url)
-        counted = meter.read()
-    return measure(records, counted, time.monotonic() - began)
+        counted, span_s = meter.read(), time.monotonic() - began
+    return measure(records, counted, span_s)

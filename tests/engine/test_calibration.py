@@ -71,6 +71,8 @@ def test_two_engines_are_measured_replayed_and_simulated(
     assert calibration["engine"]["kv_blocks"] == 8_192 // 64 - 1
     assert calibration["engine"]["max_model_len"] == 4_096
     assert profile.costs.prefill_token_s > 0
+    assert all(row["seconds"] > 0 < row["fitted"] for row in calibration["measured"])
+    assert {"prefill", "decode"} == {row["what"].partition(" ")[0] for row in calibration["measured"]}
     (figures,) = calibration["loads"].values()
     assert figures.keys() == {"TTFT p50", "TTFT p90", "E2E p50", "E2E p90", "cached tokens"}
     assert all(figure["live"] > 0 and figure["simulated"] > 0 for figure in figures.values())

@@ -166,7 +166,8 @@ def test_the_text_before_a_picture_goes_in_slices(plane: ControlPlane, client: o
     settings = {
         "slice_factor": 1e-6,
         "slice_min_tokens": part,
-        "wait_factor": 1e6,
+        "heavy_wait_factor": 1e6,
+        "light_wait_factor": 1e6,
         "light_factor": 1e-3,
     }
     with plane.policy("foresight", **settings):

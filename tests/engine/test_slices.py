@@ -22,7 +22,8 @@ HEAVY, SLICE, SMALL = 3_600, 1_024, 64
 SETTINGS: dict[str, Any] = {
     "slice_factor": 1e-6,
     "slice_min_tokens": SLICE,
-    "wait_factor": 1e6,
+    "heavy_wait_factor": 1e6,
+    "light_wait_factor": 1e6,
     "light_factor": 1e-3,
 }
 

@@ -170,23 +170,32 @@ async def test_when_to_ask_again_is_told_as_the_engine_tells_it(up: Stack) -> No
 async def test_an_engine_that_does_not_answer_delays_few_that_are_not_placed(
     up: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unplaced_proxy, "ANOTHER_S", 0.2)
-    up.engines[0].mode = "hang"
-    body = BODIES[Endpoint.COUNT_TOKENS]
-    answers = await asyncio.gather(*(ask(up, "/v1/messages/count_tokens", body) for _ in range(16)))
-    assert {status for status, _ in answers} == {200}
-    assert len(up.engines[0].requests) < 16
+    path, body, silent = "/v1/messages/count_tokens", BODIES[Endpoint.COUNT_TOKENS], up.engines[0]
+    silent.mode = "hang"
+    waiting = [asyncio.create_task(ask(up, path, body)) for _ in range(2)]
+    await eventually(lambda: silent.open == 1)
     # While one waits there, those that come one after the other go to another.
-    before = len(up.engines[0].requests)
-    monkeypatch.setattr(unplaced_proxy, "ANOTHER_S", 60.0)
-    waiting = [asyncio.create_task(ask(up, "/v1/messages/count_tokens", body)) for _ in range(2)]
-    await eventually(lambda: up.engines[0].open == 1)
     for _ in range(8):
-        assert (await ask(up, "/v1/messages/count_tokens", body))[0] == 200
-    assert len(up.engines[0].requests) == before + 1
+        assert (await ask(up, path, body))[0] == 200
+    assert len(silent.requests) == 1
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
+    await eventually(lambda: silent.open == 0)
+    monkeypatch.setattr(unplaced_proxy, "ANOTHER_S", 0.2)
+    assert {status for status, _ in await asyncio.gather(*(ask(up, path, body) for _ in range(16)))} == {200}
+    # It is asked no more for a while.
+    before = len(silent.requests)
+    for _ in range(8):
+        assert (await ask(up, path, body))[0] == 200
+    assert len(silent.requests) == before
+    # The only one is asked all the same.
+    silent.mode = up.engines[1].mode = "ok"
+    del up.router.pools[0].instances[1:]
+    await up.router.tell_fleet()
+    await eventually(lambda: len(up.gateway.pools.states()[0].pool.instances) == 1)
+    assert (await ask(up, path, body))[0] == 200
+    assert len(silent.requests) == before + 1
 
 
 @pytest.mark.parametrize("path", ["/detokenize", "/v1/responses/ID?stream=true", "/v1/responses/ID"])

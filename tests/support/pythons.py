@@ -99,7 +99,10 @@ def _root(version: str, state: Path) -> Path:
             settings.write_text(machine.uv_settings())
             hook = f'mkdir -p "$1/etc/uv"; cp {settings} "$1/etc/uv"'
             try:
-                machine.install(SUITES[version], (f"python{version}", f"python{version}-venv"), part, hook)
+                # Wheels have no C++ library of their own; every Debian with apt has it.
+                machine.install(
+                    SUITES[version], (f"python{version}", f"python{version}-venv", "libstdc++6"), part, hook
+                )
             except subprocess.CalledProcessError as error:
                 raise machine.Unavailable(f"mmdebstrap ended with status {error.returncode}") from error
             part.rename(root)

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import aiohttp
 import msgspec
 
 from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.workload.subagents import SubagentRequest
 from pointsman_lab.workload.traces import TraceRequest
 
 OnResult = Callable[[RequestRecord], None]
+Session = Sequence[TraceRequest]
+# Headers of a request, from its session and the session that started it ("": none).
+HeadersOf = Callable[[str, str], Mapping[str, str]]
+
+
+def session_headers(session: str, parent: str) -> Mapping[str, str]:
+    """Return the headers by which Pointsman's own clients name a session, and the session that started it."""
+    return {"X-Session-ID": session} | ({"X-Parent-Session-Id": parent} if parent else {})
 
 
 class ReplayTarget(Protocol):
@@ -47,7 +57,10 @@ class Chats(Protocol):
 
 
 class TraceSender:
-    """Sends the sessions of a trace, and records each request's result in `records`, in the order in which requests ended."""
+    """Sends the sessions of a trace, and records each request's result in `records`, in the order in which requests ended.
+
+    A sub-agent's session starts when its parent's turn has been answered, and the parent's next turn waits for its end.
+    """
 
     def __init__(
         self,
@@ -56,6 +69,7 @@ class TraceSender:
         model: str,
         chats: Chats,
         on_result: OnResult | None,
+        headers_of: HeadersOf = session_headers,
     ) -> None:
         self.records: list[RequestRecord] = []
         self._target = target
@@ -63,6 +77,9 @@ class TraceSender:
         self._model = model
         self._chats = chats
         self._on_result = on_result
+        self._headers_of = headers_of
+        # By session: its sub-agents.
+        self._subagents: dict[str, list[Session]] = {}
         self._started = time.monotonic()
         self._origin_ms = 0.0
 
@@ -70,28 +87,40 @@ class TraceSender:
         """Seconds since the start of the replay."""
         return time.monotonic() - self._started
 
-    async def send(self, sessions: Sequence[Sequence[TraceRequest]]) -> None:
+    async def send(self, sessions: Sequence[Session]) -> None:
         """Send all sessions to their end. If cancelled, it drops the requests in flight; `records` has those that ended."""
+        self._subagents = defaultdict(list)
+        for turns in sessions:
+            if isinstance(turns[0], SubagentRequest):
+                self._subagents[turns[0].parent].append(turns)
         free = asyncio.Semaphore(self._target.max_sessions)
         self._started = time.monotonic()
         self._origin_ms = sessions[0][0].timestamp_ms
         async with asyncio.TaskGroup() as group:
             for turns in sessions:
+                if isinstance(turns[0], SubagentRequest):
+                    continue
                 await self._sleep_until(self._due(turns[0]))
                 # A session counts as in flight from its first turn to its last. Further sessions wait in the trace's order.
                 await free.acquire()
                 group.create_task(self._session(turns)).add_done_callback(lambda _: free.release())
 
-    async def _session(self, turns: Sequence[TraceRequest]) -> None:
+    async def _session(self, turns: Session, parent: str = "") -> None:
         for request in turns:
-            if request is turns[0] or self._target.timing == "trace":
+            if request is turns[0]:
+                await self._sleep_until(0.0 if parent else self._due(request))
+            elif self._target.timing == "trace":
                 await self._sleep_until(self._due(request))
             else:
                 await asyncio.sleep((request.think_ms or 0.0) / 1e3 * self._target.time_scale)
-            record = await self._ask(request)
+            record = await self._ask(request, parent)
             self.records.append(record)
             if self._on_result:
                 self._on_result(record)
+            async with asyncio.TaskGroup() as group:
+                for child in self._subagents.get(request.session, ()):
+                    if isinstance(child[0], SubagentRequest) and child[0].parent_turn == request.turn:
+                        group.create_task(self._session(child, request.session))
 
     def _due(self, request: TraceRequest) -> float:
         return self._started + (request.timestamp_ms - self._origin_ms) / 1e3 * self._target.time_scale
@@ -99,7 +128,7 @@ class TraceSender:
     async def _sleep_until(self, moment: float) -> None:
         await asyncio.sleep(max(0.0, moment - time.monotonic()))
 
-    async def _ask(self, request: TraceRequest) -> RequestRecord:
+    async def _ask(self, request: TraceRequest, parent: str) -> RequestRecord:
         body = {
             "model": self._model,
             "messages": self._chats.messages(request),
@@ -110,7 +139,7 @@ class TraceSender:
             "stream_options": {"include_usage": True},
         }
         data = msgspec.json.encode(body)
-        headers = {"Content-Type": "application/json", "X-Session-ID": request.session}
+        headers = {"Content-Type": "application/json", **self._headers_of(request.session, parent)}
         sent = time.monotonic()
         record = RequestRecord(session=request.session, turn=request.turn, t_send=sent - self._started)
         try:

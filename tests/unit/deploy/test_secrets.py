@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import stat
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,8 @@ from redis.exceptions import AuthenticationError, NoPermissionError
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.io.store.redis_address import RedisAddress
 from pointsman_router.io.store.redis_store import RedisStore
+from tests.support.processes.redis import redis_server
 from tools.check_deploy import DEPLOY, make_secrets, run
-
-REDIS_SERVER = Path(sys.executable).parent / "redis-server"
 
 
 def test_secrets_are_random_and_kept(tmp_path: Path) -> None:
@@ -105,39 +102,16 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
         await asyncio.sleep(0.02)
 
 
-async def answers(url: str) -> bool:
-    """Whether a Redis answers."""
-    try:
-        async with redis.asyncio.Redis.from_url(url) as client:
-            return bool(await client.ping())
-    except redis.exceptions.ConnectionError:
-        return False
-
-
 @pytest.fixture
-async def redis_url(tmp_path: Path) -> AsyncIterator[tuple[str, str]]:
+def redis_url(tmp_path: Path) -> Iterator[tuple[str, str]]:
     """(URL with the user and password that the router is given, URL without)."""
     make_secrets(tmp_path / "secrets")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    server = await asyncio.create_subprocess_exec(
-        str(REDIS_SERVER), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path),
-        "--aclfile", str(tmp_path / "secrets/redis-users.acl"),
-    )  # fmt: skip
-    try:
-        bare = f"redis://127.0.0.1:{port}/0"
-
-        async def up() -> bool:
-            assert server.returncode is None, "redis-server ended: see its output"
-            return await answers(bare)
-
-        await until(up)
-        url = (tmp_path / "secrets/redis-url").read_text().replace("@redis:6379", f"@127.0.0.1:{port}")
-        yield url, bare
-    finally:
-        if server.returncode is None:
-            server.kill()
-        await server.wait()
+    with redis_server(tmp_path, None, "--save", "", "--aclfile", str(tmp_path / "secrets/redis-users.acl")) as (
+        bare,
+        _,
+    ):
+        url = (tmp_path / "secrets/redis-url").read_text()
+        yield url.replace("redis:6379/0", bare.removeprefix("redis://")), bare
 
 
 async def test_strangers_may_only_ping(redis_url: tuple[str, str]) -> None:

@@ -24,7 +24,7 @@ from tests.support.router_values import candidate, request
 # Each new token takes 1 ms, whatever is cached before it. So u, the mean cost of a request of 1,000 tokens, is 1 s.
 CURVE = PrefillCurve(0.0, 1e-3, 0.0)
 RNG = random.Random(0)
-SLICES = Foresight(slice_factor=1.5, slice_min_tokens=16, wait_factor=0.8)
+SLICES = Foresight(slice_factor=1.5, slice_min_tokens=16, light_wait_factor=0.8, heavy_wait_factor=0.8)
 
 
 def seen(

@@ -140,14 +140,14 @@ def test_the_rest_of_a_sliced_prompt_is_waited_for_once() -> None:
     seconds = backlog(made)["m"]
     assert seconds["LIGHT"] == pytest.approx(COST(done, 0))
     assert seconds["HEAVY"] == pytest.approx(COST(done, 0) + rest)
-    # Enough light requests are open, or held, at the end of the slice that the rest of the prompt is held.
-    for number in range(6):
-        made.handle(ev.PlaceRequested(request(f"light{number}", 1_000), "g"), 0.0)
+    # Enough light requests are open at the end of the slice that the rest of the prompt is held.
+    for number in range(2):
+        place(made, request(f"light{number}", 3_000))
     made.handle(ev.StepDone("big", 0, ok=True), 0.0)
     assert made.held_requests.queue.get("big") is not None
     seconds = backlog(made)["m"]
-    assert seconds["LIGHT"] == pytest.approx(6 * COST(1_000, 0))
-    assert seconds["HEAVY"] == pytest.approx(6 * COST(1_000, 0) + rest)
+    assert seconds["LIGHT"] == pytest.approx(2 * COST(3_000, 0))
+    assert seconds["HEAVY"] == pytest.approx(2 * COST(3_000, 0) + rest)
 
 
 def test_seconds_are_those_of_each_hardware_and_of_their_mean_for_what_is_not_placed(

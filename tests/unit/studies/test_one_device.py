@@ -68,6 +68,8 @@ def test_each_router_is_shown_beside_pointsman_in_the_same_rounds() -> None:
         trial("pointsman auto", 2, 2.0),
         trial(OTHER, 1, 2.0),
         trial(OTHER, 2, 4.0, failed=1),
+        trial("pointsman auto", 3, 1.5),
+        trial(OTHER, 3, 3.0, failed=1),
     ]
     trials.append(StoredTrial(cell="agentic", contender="b", version="1", round=1, problem="no program"))
     found = {
@@ -77,8 +79,8 @@ def test_each_router_is_shown_beside_pointsman_in_the_same_rounds() -> None:
     assert (own.value, own.baseline, own.note) == (3.0, None, "")
     assert (other.value, other.note) == (6.0, "2.00 to 2.00")
     assert other.ratio == pytest.approx(2.0)
-    assert found[f"agentic / {OTHER} / failed"].value == 5.0
-    assert found[f"agentic / {OTHER} / rounds"].value == 2
+    assert found[f"agentic / {OTHER} / failed"].value == pytest.approx(20 / 3)
+    assert found[f"agentic / {OTHER} / rounds"].value == 3
     assert found[f"agentic / {OTHER} / hit ratio"].value == 50.0
     assert "no program" in found["agentic, b"].note
 

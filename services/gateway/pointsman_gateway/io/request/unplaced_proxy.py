@@ -36,6 +36,8 @@ _QUERY = ("stream", "starting_after")
 _TRIES = 2
 # Time without an answer after which another instance is asked, s: engines count and tokenise without a step.
 ANOTHER_S = 5.0
+# Time for which an instance that was silent so long is asked only if no other is there, s.
+AVOIDED_S = 30.0
 NOT_FOUND = 404
 
 
@@ -49,6 +51,7 @@ class UnplacedProxy:
     timeout_s: float
     round_robin: int = 0  # tries so far; chooses among instances with equally many open requests
     _open: Counter[str] = field(default_factory=Counter)  # own open requests by instance
+    _avoided: dict[str, float] = field(default_factory=dict)  # silent instances, and until when, monotonic s
 
     async def forward(
         self, model: str, path: str, payload: bytes, error_format: ErrorFormat, held: Holding
@@ -66,7 +69,11 @@ class UnplacedProxy:
         for tries_left in reversed(range(_TRIES)):
             self.round_robin += 1
             load = self._open + Counter(self.router.inflight())
-            chosen = least_inflight(sorted(instances), load, tried, self.round_robin)
+            now, ids = time.monotonic(), sorted(instances)
+            self._avoided = {name: until for name, until in self._avoided.items() if now < until}
+            chosen = least_inflight(ids, load, (*tried, *self._avoided), self.round_robin) or least_inflight(
+                ids, load, tried, self.round_robin
+            )
             if chosen is None:
                 break
             tried, failed = (*tried, chosen), True
@@ -77,7 +84,10 @@ class UnplacedProxy:
                     self._exchange(instances[chosen], "POST", path, payload) as answer,
                 ):
                     body = await self.upstream.read_all(answer, held=held)
-            except (UpstreamError, TimeoutError):
+            except TimeoutError:
+                self._avoided[chosen] = time.monotonic() + AVOIDED_S
+                continue
+            except UpstreamError:
                 continue
             whole = _whole(answer, body, error_format)
             if answer.status < 500:

@@ -58,9 +58,9 @@ class Foresight(Policy):
         u: mean cost of a request, s; 0 before the first request, and then all requests go at once
         idle: share of instances without prefills, 0 to 1
     When the request goes, and how much of it:
-        light (min C <= light_factor * u): at once iff fewer than 2 prefills are open on i, or wait_i <= wait_factor * u, or
-            wait_i < half of what is open on i
-        heavy: iff the open prefills on i, and the rests there that go before it, take at most wait_factor * u, and no new
+        light (min C <= light_factor * u): at once iff fewer than 2 prefills are open on i, or wait_i <= light_wait_factor * u,
+            or wait_i < half of what is open on i
+        heavy: iff the open prefills on i, and the rests there that go before it, take at most heavy_wait_factor * u, and no new
             answer goes first. Then slice_factor * u seconds of the prompt go, and the rest is decided anew
         else held; the least min C / ageing_rate - age, in s, is first
     A heavy prompt that has begun goes on before all heavy prompts that have not; of two that have begun, the one with less left.
@@ -94,10 +94,13 @@ class Foresight(Policy):
     light_factor: float = setting(
         2.0, 0.0, 1e6, "maximum cost of a light request, in multiples of the mean request cost"
     )
-    # times u, compared with the wait, and with the work ahead of a heavy request; NO_WAIT_LIMIT once the request was held for the
-    # maximum time
-    wait_factor: float = setting(
-        0.2, 0.0, 1e6, "maximum work before a request on its instance, in multiples of the mean request cost"
+    # times u, compared with the wait; NO_WAIT_LIMIT once the request was held for the maximum time
+    light_wait_factor: float = setting(
+        0.2, 0.0, 1e6, "maximum wait of a light request, in multiples of the mean request cost"
+    )
+    # times u, compared with the work ahead; NO_WAIT_LIMIT as in light_wait_factor
+    heavy_wait_factor: float = setting(
+        0.2, 0.0, 1e6, "maximum work ahead of a heavy request, in multiples of the mean request cost"
     )
     # s per s; the queue penalty is min C / ageing_rate
     ageing_rate: float = setting(1.0, 1e-3, 1e6, "seconds of cost that a second of waiting offsets in the queue")
@@ -169,18 +172,18 @@ class Foresight(Policy):
         if best_way.prefix_tokens:
             figures["fetch_s"] = best_way.seconds - best_way.computes_s
         queue_penalty = least / self.ageing_rate
-        if best_way.prefix_tokens and not best_way.source and self.wait_factor < NO_WAIT_LIMIT:
+        if best_way.prefix_tokens and not best_way.source and self.light_wait_factor < NO_WAIT_LIMIT:
             held = hold(AWAITS_KV, scores=scores, queue_penalty_s=queue_penalty, waits_for=best.instance_id)
             return structs.replace(held, figures=figures)
         fetch = fetch_of(best, best_way.prefix_tokens, best_way.source, FETCH, scores) if best_way.source else None
         # On an engine that cuts prompts, a prompt of several chunks slows all prompts computed beside it, and is slowed by them.
         passes = light and not 0 < best.prefill_backlog.chunk_limit < best_way.new_tokens
-        soon = wait <= self.wait_factor * unit or wait < 0.5 * backlog
+        soon = wait <= self.light_wait_factor * unit or wait < 0.5 * backlog
         if not unit or (passes and (soon or len(best.prefill_backlog.queue) < AT_HAND)):
             return structs.replace(fetch or serve(best, AT_ONCE, scores), figures=figures)
         cost = best_way.computes_s
         ahead = backlog + _before_s(request, best, cost, curve, light=light)
-        if passes or ahead > self.wait_factor * unit or self._answer_first(request, best, cost, curve, unit, now):
+        if passes or ahead > self.heavy_wait_factor * unit or self._answer_first(request, best, cost, curve, unit, now):
             held = hold(HELD, scores=scores, queue_penalty_s=queue_penalty, waits_for=best.instance_id)
             return structs.replace(held, figures=figures)
         prefix = 0 if fetch or light else self._slice(request, best, curve, unit)
@@ -189,7 +192,7 @@ class Foresight(Policy):
 
     def without_holds(self, facts: PoolFacts = NO_FACTS) -> Policy:
         """Return the same policy with unlimited waits, which holds no request."""
-        return replace(self, wait_factor=NO_WAIT_LIMIT, answer_factor=0.0)
+        return replace(self, light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT, answer_factor=0.0)
 
     def _load(
         self,
