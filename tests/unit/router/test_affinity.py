@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from itertools import pairwise
 from unittest import mock
 
@@ -142,4 +143,6 @@ def test_no_dict_becomes_large() -> None:
     sessions = known._pools["m"]
     assert max(map(len, sessions.shards.values())) < 2 * 100_000 / affinity.SHARDS
     assert max(map(len, sessions.chunks.values())) <= affinity.CHUNK
-    assert not any(map(gc.is_tracked, [*sessions.shards.values(), *sessions.chunks.values()]))
+    # The collector tracks every dict from Python 3.14 on, and passes over these in a full collection there.
+    if sys.version_info < (3, 14):
+        assert not any(map(gc.is_tracked, [*sessions.shards.values(), *sessions.chunks.values()]))
