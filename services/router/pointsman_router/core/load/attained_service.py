@@ -41,7 +41,7 @@ class AttainedService:
     O(MAX_SESSIONS)."""
 
     def __init__(self, *, on: bool = True, max_sessions: int = MAX_SESSIONS) -> None:
-        self._on = on
+        self.on = on
         self._max = max_sessions
         # (pool, session) -> its program's service; the session that came last longest ago first.
         self._of: OrderedDict[tuple[str, str], _Service] = OrderedDict()
@@ -56,7 +56,7 @@ class AttainedService:
 
     def add(self, pool: str, request: PlacementRequest, tokens: float, now: float) -> None:
         """Count tokens of a request with its program. Mutates."""
-        if not self._on or not request.session:
+        if not self.on or not request.session:
             return
         service = self._service(pool, request)
         service.tokens, service.at = service.now(now) + tokens, max(now, service.at)

@@ -130,7 +130,8 @@ class HeldRequests:
         if not previous_id:
             if (late := self.refused_as_late(request, verdict, gateway_id)) is not None:
                 return [late]
-            self._requests.attained.add(verdict.pool, request, _work(verdict) + REQUEST_TOKENS, now)
+            if self._requests.attained.on:  # the work of a held request takes a look at all instances
+                self._requests.attained.add(verdict.pool, request, _work(verdict) + REQUEST_TOKENS, now)
         if isinstance(verdict, Decision) and previous_id:
             verdict = replace(verdict, previous_id=previous_id)
         placeable = isinstance(verdict, Decision) and bool(verdict.result.steps)
