@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.judged_fleet import JUDGES, emulated, real
+from pointsman_lab.report.bundle import git_commit
 from tests.support.repository import REPOSITORY
 
 PAGE = Path("docs/compliance.md")
@@ -145,15 +145,6 @@ def worse(found: Mapping[str, Sequence[Mapping[str, Outcome]]]) -> list[str]:
     ]
 
 
-def _commit(checkout: Path) -> str:
-    """Return the commit that is checked out in a folder; "" if the folder is no checkout."""
-    if not (checkout / ".git").exists():
-        return ""
-    return subprocess.run(
-        ["git", "-C", checkout, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
-    ).stdout.strip()
-
-
 async def judged() -> dict[str, list[dict[str, Outcome]]]:
     """Run all suites; return by suite the outcomes of each side."""
     found: dict[str, list[dict[str, Outcome]]] = {suite: [] for suite in FORMATS}
@@ -166,7 +157,7 @@ async def judged() -> dict[str, list[dict[str, Outcome]]]:
 
 def main() -> int:
     """Run, write the page, and return the process's exit status."""
-    if (commit := _commit(OWN_SUITE)) != OWN_COMMIT:
+    if (commit := git_commit(OWN_SUITE)) != OWN_COMMIT:
         folder = OWN_SUITE.relative_to(REPOSITORY)
         clone = f"git clone {OWN_SOURCE} {folder} && git -C {folder} checkout {OWN_COMMIT}"
         sys.exit(

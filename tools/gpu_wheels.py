@@ -33,6 +33,11 @@ PART_BYTES = 60_000_000
 BATCH_BYTES = 200_000_000
 # The newest C library that the wheels may need: that of Ubuntu 22.04. Older ones are enough for most.
 GLIBC_MINOR = 35
+# Of wheels that the machine can use, the best first.
+PLATFORMS = (
+    *(f"manylinux_2_{minor}_x86_64" for minor in range(GLIBC_MINOR, 4, -1)),
+    *("manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"),
+)
 # The other routers that the benchmark compares with. Dynamo and SMG are left out: they are larger than all of the rest but vLLM.
 ROUTERS = ("vllm-router", "sglang-router")
 # Groups of files, in the order of the parts: what runs with a torch that is there, what engines need, and the other routers.
@@ -63,8 +68,7 @@ def transfer_packages(cuda: int, mooncake: str) -> list[str]:
 def tags_of(python: str) -> list[Tag]:
     """Return the tags of wheels that the machine can use, the best first."""
     version = tuple(map(int, python.split(".")))
-    platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(GLIBC_MINOR, 4, -1)]
-    platforms += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
+    platforms = [*PLATFORMS, "linux_x86_64"]
     short = f"cp{version[0]}{version[1]}"
     return [*cpython_tags(version, [short], platforms), *compatible_tags(version, short, platforms)]
 
@@ -155,11 +159,9 @@ def batches(wheels: Iterable[Wheel]) -> Iterator[list[Wheel]]:
 
 def fetch(wheels: Iterable[Wheel], folder: Path, python: str) -> None:
     """Have pip fetch the wheels that are not in `folder`. Raises SystemExit if a file is not the one that was planned."""
-    platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(GLIBC_MINOR, 4, -1)]
-    platforms += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--dest", str(folder)]
     command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
-    command += [word for platform in platforms for word in ("--platform", platform)]
+    command += [word for platform in PLATFORMS for word in ("--platform", platform)]
     folder.mkdir(parents=True, exist_ok=True)
     missing = [wheel for wheel in wheels if not offline_install.intact(folder / wheel.name, asdict(wheel))]
     for batch in batches(missing):

@@ -29,8 +29,15 @@ READER = "reader"
 GPT_OSS = Profile(prefill_token_s=2.318e-5, prefill_pair_s=2.3e-10, transfer_s=0.027, transfer_token_s=1.065e-5)
 
 
+class _NamedBySettings:
+    @property
+    def name(self) -> str:
+        """Name of the source in a trial's key."""
+        return repr(self)
+
+
 @dataclass(frozen=True)
-class Documents:
+class Documents(_NamedBySettings):
     """A source of sessions that ask about documents. Each of `number` documents, of `tokens`, is opened by one session at a
     random time in `span_s`, and `opened_s` later read by `readers` sessions of `turns` turns that start within `burst_s`. A
     question has `question_tokens` in the median."""
@@ -43,11 +50,6 @@ class Documents:
     opened_s: float = 30.0
     burst_s: float = 10.0
     span_s: float = 600.0
-
-    @property
-    def name(self) -> str:
-        """Name of the source in a trial's key."""
-        return repr(self)
 
     def __call__(self, seed: int) -> list[TraceRequest]:
         """Return the requests under `seed`."""
@@ -80,18 +82,13 @@ class Documents:
 
 
 @dataclass(frozen=True)
-class Parents:
+class Parents(_NamedBySettings):
     """A source of `number` sessions of two turns, `apart_s` apart, with prompts of `tokens`, whose second turn can wait for
     sub-agents."""
 
     number: int = 20
     tokens: int = 49_152
     apart_s: float = 60.0
-
-    @property
-    def name(self) -> str:
-        """Name of the source in a trial's key."""
-        return repr(self)
 
     def __call__(self, seed: int) -> list[TraceRequest]:
         """Return the requests under `seed`."""
@@ -153,9 +150,8 @@ class Run:
     records: list[RequestRecord]  # in the order in which requests ended
     busy_s: dict[str, float]  # by instance
     sharing: list[RequestRecord]  # those whose prefix is shared, or whose session was moved by a drain
-    filled_s: float = (
-        0.0  # time from an instance's joining until it has answered its share of all requests since; 0: none joined
-    )
+    # Time from an instance's joining until it has answered its share of all requests since; 0: none joined.
+    filled_s: float = 0.0
 
 
 def run_cell(cell: FetchCell, seed: int, *, transfers: bool) -> Run:

@@ -97,9 +97,10 @@ def read_records(folder: Path) -> list[RequestRecord]:
     return _read_lines(folder / "metrics.jsonl", RequestRecord)
 
 
-def git_commit() -> str:
-    """Return the commit of this source tree, with "-dirty" if it has changes; empty without git or a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+def git_commit(folder: Path = Path(__file__).parent) -> str:
+    """Return the commit of a folder's source tree (default: of this one), with "-dirty" if it has changes; empty without git or a
+    checkout."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except FileNotFoundError:

@@ -63,9 +63,8 @@ class SimulationConfig:
     lab_admission: str = ""
     layerwise: bool = False  # KV is pushed while it is computed
     kv_transfers: bool = True  # every engine has a connector, by which it sends KV to others and receives it
-    one_transfer_at_a_time: bool = (
-        False  # an engine's transfers to others share its link: each waits for those before it
-    )
+    # An engine's transfers to others share its link: each waits for those before it.
+    one_transfer_at_a_time: bool = False
     # The tokens that a turn generated follow its prompt in the session's next prompt (`pointsman_lab.workload.block_names`).
     prompts_include_answers: bool = True
     frontend_s: float = 0.0  # reading a request takes so long

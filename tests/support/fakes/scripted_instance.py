@@ -22,9 +22,8 @@ class Instance:
         self.requests: list[bytes] = []
         self.connections = 0
         self.hold: asyncio.Event | None = None  # the last piece of an answer waits for this
-        self.after = (
-            "keep"  # what follows an answer: keep, close, or, at the next request without an answer, reset or die
-        )
+        # What follows an answer: keep, close, or, at the next request without an answer, reset or die.
+        self.after = "keep"
         self.url = ""
         self.serving: set[asyncio.Task[None] | None] = set()
 

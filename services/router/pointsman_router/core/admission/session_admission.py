@@ -71,9 +71,8 @@ class AdmissionStatus(NamedTuple):
 class Newness(NamedTuple):
     """What the session of a request would add to its pool."""
 
-    under_way: (
-        str  # why the request continues work under way, which adds nothing; empty: its session is new, or resumes
-    )
+    # Why the request continues work under way, which adds nothing; empty: its session is new, or resumes.
+    under_way: str
     size: int  # tokens of KV
     resumes: bool = False  # whether it continues a session under way whose context the caches have lost
 
