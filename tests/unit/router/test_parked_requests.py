@@ -69,6 +69,30 @@ def test_a_new_session_that_does_not_fit_is_parked_and_let_in_when_another_is_id
     router.check_invariants()
 
 
+def test_new_sessions_are_let_in_soon_when_none_of_many_others_returns() -> None:
+    """The agents of a batch job end together; the caches hold a quarter of their contexts."""
+    router = fleet(capacity=100_000)
+    end(router, "busy", 0.0)
+    router.handle(ev.Tick(), 2.0)
+    for number in range(200):
+        router.admission.pools["m"].armed = False
+        ask(router, session(f"gone{number}", 2_000), 1.0)
+        router.handle(ev.Finished(f"r-gone{number}", "OK", output_tokens=0, finish_reason="TOOL_CALLS"), 2.0)
+    router.admission.was_parked("m", 2.0)
+    assert isinstance(ask(router, session("new", 3_000), 2.5)[0], ev.Parked)
+    now, effects = 2.5, list[ev.Effect]()
+    while not placed(effects) and now < 60.0:
+        now += 0.25
+        effects = [effect for effect in router.handle(ev.Tick(), now) if isinstance(effect, ev.Placed)]
+    assert placed(effects) == ["new"]
+    assert now < 15.0
+    for _ in range(40):
+        now += 0.25
+        router.handle(ev.Tick(), now)
+    assert not router.admission.pools["m"].armed
+    router.check_invariants()
+
+
 def test_a_session_that_its_client_ends_makes_room_at_once() -> None:
     router = fleet()
     router.handle(ev.Finished("r-busy", "OK", output_tokens=0, finish_reason="TOOL_CALLS"), 0.5)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
+from math import inf
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman_router.core.admission.return_chances import MOST_RETURNS, ReturnChances
+from pointsman_router.core.admission.return_chances import KEEP_S, MOST_RETURNS, ReturnChances
 from pointsman_router.core.idle_sessions import BINS, EDGES_S, KINDS, AnswerKind, answer_kind, bin_of
 
 
 def test_before_anything_is_observed_the_chances_are_those_of_the_recorded_agents() -> None:
     chances = ReturnChances()
     # 92 % of the answers that called a tool, and 34 % of those that ended their turn, were followed by a request within 120 s.
-    assert abs(chances.chance(AnswerKind.TOOL, 0) - 0.92) < 0.005
-    assert abs(chances.chance(AnswerKind.STOP, 0) - 0.34) < 0.005
+    assert chances.stays_idle(AnswerKind.TOOL, 0.0, 120.0) == pytest.approx(0.08, abs=0.005)
+    assert chances.stays_idle(AnswerKind.STOP, 0.0, 120.0) == pytest.approx(0.66, abs=0.005)
+    for kind in KINDS:
+        assert chances.chance(kind, 0) == pytest.approx(1.0 - chances.stays_idle(kind, 0.0, KEEP_S))
 
 
 def test_a_session_that_is_idle_for_longer_is_less_likely_to_return() -> None:
@@ -25,12 +30,25 @@ def test_a_session_that_is_idle_for_longer_is_less_likely_to_return() -> None:
         assert all(later <= earlier + 1e-12 for earlier, later in pairwise(by_bin))
 
 
+def idle(chances: ReturnChances, kind: AnswerKind, times: Mapping[float, float]) -> None:
+    """Sessions of a kind that were idle for these times, and then returned. `times`: idle time -> number of sessions; those of an
+    infinite time are idle until the last bin's end."""
+    now = chances._watched_at
+    for bin_, (start, end) in enumerate(pairwise(EDGES_S)):
+        exposure_s = sum(count * max(min(idle_s, end) - start, 0.0) for idle_s, count in times.items())
+        counts = [[0] * BINS for _ in KINDS]
+        counts[kind][bin_] = 1
+        now += exposure_s
+        chances.watch(counts, now)
+    for idle_s, count in times.items():
+        for _ in range(int(count) if idle_s < inf else 0):
+            chances.returned(kind, bin_of(idle_s))
+
+
 def test_sessions_that_never_return_lower_the_chance_and_returns_raise_it() -> None:
     one_turn, agents = ReturnChances(), ReturnChances()
-    for _ in range(500):
-        for bin_ in range(BINS):
-            one_turn.passed(AnswerKind.FIRST_STOP, bin_)
-        agents.returned(AnswerKind.FIRST_STOP, bin_of(5.0), 5.0)
+    idle(one_turn, AnswerKind.FIRST_STOP, {inf: 500})
+    idle(agents, AnswerKind.FIRST_STOP, {5.0: 500})
     assert one_turn.chance(AnswerKind.FIRST_STOP, 0) < 0.05
     assert agents.chance(AnswerKind.FIRST_STOP, 0) > 0.9
     assert one_turn.chance(AnswerKind.STOP, 0) == ReturnChances().chance(AnswerKind.STOP, 0)
@@ -38,39 +56,25 @@ def test_sessions_that_never_return_lower_the_chance_and_returns_raise_it() -> N
 
 def test_the_learned_chance_is_the_share_that_returned_in_time() -> None:
     chances = ReturnChances()
-    for number in range(4_000):
-        if number % 4:
-            chances.passed(AnswerKind.OTHER, 0)
-            chances.returned(AnswerKind.OTHER, 1, 1.5)
-        else:
-            for bin_ in range(BINS):
-                chances.passed(AnswerKind.OTHER, bin_)
+    for _ in range(40):
+        idle(chances, AnswerKind.OTHER, {1.5: 75, inf: 25})
     assert 0.68 < chances.chance(AnswerKind.OTHER, 0) < 0.76
 
 
 def test_new_observations_replace_old_ones() -> None:
     chances = ReturnChances()
-    for _ in range(int(MOST_RETURNS) + 1):
-        chances.returned(AnswerKind.TOOL, 0, 0.5)
+    idle(chances, AnswerKind.TOOL, {0.5: MOST_RETURNS + 1})
     before = chances.chance(AnswerKind.TOOL, 0)
-    for _ in range(3 * int(MOST_RETURNS)):
-        for bin_ in range(BINS - 1):
-            chances.passed(AnswerKind.TOOL, bin_)
-        chances.returned(AnswerKind.TOOL, BINS - 1, 1_300.0)
+    idle(chances, AnswerKind.TOOL, {1_300.0: 3 * MOST_RETURNS})
     assert chances.chance(AnswerKind.TOOL, 0) < before / 2
 
 
-@given(st.lists(st.tuples(st.sampled_from(KINDS), st.floats(0.0, 5_000.0), st.booleans()), max_size=200))
+@given(st.lists(st.tuples(st.sampled_from(KINDS), st.floats(0.0, 3_000.0), st.booleans()), max_size=50))
 def test_whatever_is_observed_a_chance_is_a_probability(seen: list[tuple[AnswerKind, float, bool]]) -> None:
     chances = ReturnChances()
     for kind, idle_s, returned in seen:
-        bin_ = min(bin_of(idle_s), BINS - 1)
-        for passed in range(bin_):
-            chances.passed(kind, passed)
-        if returned:
-            chances.returned(kind, bin_, idle_s)
-        else:
-            chances.lost_sight(kind, bin_, min(idle_s, EDGES_S[bin_ + 1]))
+        idle(chances, kind, {idle_s if returned else inf: 1})
+        assert all(0.0 < share <= 1.0 for share in chances.presence())
     assert all(0.0 <= chance <= 1.0 for kind in KINDS for chance in chances.chances(kind))
 
 

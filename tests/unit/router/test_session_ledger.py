@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from random import Random
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pointsman_router.core.admission.return_chances import KEEP_S, ReturnChances
 from pointsman_router.core.admission.session_ledger import MOST_OPEN, SessionLedger
-from pointsman_router.core.idle_sessions import BINS, EDGES_S, KINDS, AnswerKind
+from pointsman_router.core.idle_sessions import BINS, EDGES_S, KINDS, AnswerKind, bin_of
 
 KEYS = tuple(range(1_000, 1_100))
 
@@ -35,6 +38,66 @@ def test_an_idle_session_weighs_its_chance_to_return() -> None:
     ledger.advance(5.0 + EDGES_S[6])
     later = ReturnChances().chance(AnswerKind.FIRST_TOOL, 6)
     assert abs(ledger.weighted() - 1_200 * later) < 0.02 * 1_200
+
+
+def test_sessions_that_go_together_count_no_longer_soon_though_those_before_them_returned() -> None:
+    ledger, size, began, rng = SessionLedger(), 1_700, 100_000.0, Random(1)
+    now = 0.0
+    for _ in range(2_000):
+        counted(ledger, "early", now=now)
+        now += rng.expovariate(1 / 20.0)
+        ledger.advance(now)
+    ledger.advance(began)
+    for number in range(300):
+        for turn in range(2):
+            counted(ledger, f"s{number}", now=began + turn, first=10_000_000 + 1_000 * number)
+    learned = ledger.chances.chance(AnswerKind.TOOL, bin_of(8.0))
+    assert learned > 0.9
+    for second in range(600):
+        ledger.advance(began + 2.0 + second)
+        if second >= 15:
+            assert ledger.weighted() <= 0.25 * 300 * size, second
+    # What was learned of thousands of others is still known.
+    assert ledger.chances.chance(AnswerKind.TOOL, bin_of(8.0)) > 0.8
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(1.0, 0.8, 1.0), (0.5, 0.2, 0.75), (0.0, 0.0, 0.05)])
+def test_presence_is_the_share_of_the_expected_returns_that_come(share: float, least: float, most: float) -> None:
+    """This share of 1,000 sessions returns as the agents whose returns are known."""
+    ledger, rng, known = SessionLedger(), Random(3), ReturnChances()
+    history = [tuple(tuple(200 * number for number in bins) for bins in observed) for observed in known.observed()]
+    ledger.chances.restore(history[0], history[1])
+    returns = []
+    for number in range(1_000):
+        for _ in range(2):
+            counted(ledger, f"{number}")
+        chance = rng.random()
+        idle_s = next((at / 4 for at in range(240) if known.stays_idle(AnswerKind.TOOL, 0.0, at / 4) < chance), 60.0)
+        if number < share * 1_000:
+            returns.append((idle_s, f"{number}"))
+    returns.sort()
+    lowest = 1.0
+    for quarter in range(1, 160):
+        while returns and returns[0][0] <= quarter / 4:
+            ledger.asked(returns.pop(0)[1])
+        ledger.advance(quarter / 4)
+        if quarter >= 8:
+            lowest = min(lowest, ledger.chances.presence()[bin_of(quarter / 4)])
+    assert least <= lowest <= most
+
+
+def test_a_session_whose_request_waits_has_returned() -> None:
+    waits, placed = SessionLedger(), SessionLedger()
+    for ledger in (waits, placed):
+        counted(ledger, "a")
+    waits.asked("a")
+    counted(placed, "a", now=3.0)
+    weight = waits.weighted()
+    waits.advance(300.0)
+    assert 0.0 < waits.weighted() < weight
+    counted(waits, "a", now=300.0)
+    assert waits.chances.observed() == placed.chances.observed()
+    waits.check_invariants()
 
 
 def test_a_session_that_is_idle_for_an_hour_is_forgotten() -> None:
@@ -122,7 +185,7 @@ def test_a_session_without_a_further_request_leaves_nothing() -> None:
     ledger.closed("r1", 1_600, 10, "STOP", 1.0, lasts=False)
     ledger.opened("t/a", "t", 1_600, KEYS, 0, 2.0)
     ledger.closed("t/a", 1_600, 10, "STOP", 3.0)
-    ledger.over("t/a", 4.0)
+    ledger.over("t/a")
     assert len(ledger) == 0
     assert ledger.of_tenant("t") == 0.0
     ledger.check_invariants()
@@ -131,12 +194,12 @@ def test_a_session_without_a_further_request_leaves_nothing() -> None:
 def test_a_session_that_ends_while_a_request_is_open_is_forgotten_with_it_unless_it_begins_anew() -> None:
     ledger = SessionLedger()
     ledger.opened("t/a", "t", 1_600, KEYS, 0, 0.0)
-    ledger.over("t/a", 1.0)
+    ledger.over("t/a")
     assert ledger.weighted() == 1_600
     ledger.closed("t/a", 1_600, 10, "STOP", 2.0)
     assert len(ledger) == 0
     ledger.opened("t/a", "t", 1_600, KEYS, 0, 3.0)
-    ledger.over("t/a", 4.0)
+    ledger.over("t/a")
     ledger.opened("t/a", "t", 1_600, KEYS, 0, 5.0)
     ledger.closed("t/a", 1_600, 10, "STOP", 6.0)
     ledger.closed("t/a", 1_600, 10, "STOP", 7.0)
@@ -175,7 +238,7 @@ def test_the_end_of_a_session_ends_its_sub_agents_those_with_open_requests_later
     for name, parent in (("root", ""), ("child", "t/root"), ("grandchild", "t/child"), ("other", "t/else")):
         agent(ledger, f"t/{name}", parent)
     ledger.opened("t/grandchild", "t", 100, (), 0, 1.0)
-    ledger.over("t/root", 2.0)
+    ledger.over("t/root")
     assert set(ledger.sessions) == {"t/grandchild", "t/other"}
     ledger.closed("t/grandchild", 100, 10, "TOOL_CALLS", 3.0)
     assert set(ledger.sessions) == {"t/other"}
@@ -189,7 +252,7 @@ def test_a_session_that_is_not_counted_any_more_ends_its_sub_agents_too() -> Non
     agent(ledger, "t/other")
     assert "t/root" not in ledger.sessions
     assert ledger.knows("t/root")
-    ledger.over("t/root", 1.0)
+    ledger.over("t/root")
     assert not ledger.knows("t/child")
     assert not ledger.knows("t/root")
 
@@ -198,8 +261,8 @@ def test_sessions_that_name_each_other_end_together() -> None:
     ledger = SessionLedger()
     for name, parent in (("a", "t/b"), ("b", "t/a"), ("self", "t/self")):
         agent(ledger, f"t/{name}", parent)
-    ledger.over("t/a", 1.0)
-    ledger.over("t/self", 1.0)
+    ledger.over("t/a")
+    ledger.over("t/self")
     assert not len(ledger)
     ledger.check_invariants()
 
@@ -245,8 +308,12 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.advance(self.now)
 
     @rule(name=st.sampled_from([f"t/{number}" for number in range(9)]))
+    def asked(self, name: str) -> None:
+        self.ledger.asked(name)
+
+    @rule(name=st.sampled_from([f"t/{number}" for number in range(9)]))
     def over(self, name: str) -> None:
-        self.ledger.over(name, self.now)
+        self.ledger.over(name)
 
     @rule(instances=st.integers(1, 4))
     def hosted(self, instances: int) -> None:

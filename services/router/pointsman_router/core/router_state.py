@@ -362,7 +362,7 @@ class RouterState:
             case ev.SessionsRead():
                 return self._sessions.read(event, now) if self.owned.owns(event.pool) else []
             case ev.SessionEnded():
-                self._turn.session_ended |= self.admission.session_ended(event.session, now)
+                self._turn.session_ended |= self.admission.session_ended(event.session)
                 return self._sessions.end(event, now)
             case ev.PoolLost():
                 return self._work.begin(event, self._pool_lost(event.pool, now))

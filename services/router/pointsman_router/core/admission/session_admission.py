@@ -199,6 +199,11 @@ class SessionAdmission:
 
     # ---- sessions ----
 
+    def asked(self, request: PlacementRequest, pool: str) -> None:
+        """Count the return of the session of a request that has arrived. Mutates."""
+        if (state := self.pools.get(pool)) is not None:
+            state.ledger.asked(request.session)
+
     def opened(self, decision: Decision, new: int, keys: Sequence[int], now: float) -> str:
         """Count a request that was placed where `new` tokens of its prompt are to be computed; return its session's name in the
         ledger, which `closed` needs. Mutates."""
@@ -253,12 +258,12 @@ class SessionAdmission:
         """Count the idle sessions that the pool's last owner stored `age_s` ago. Mutates."""
         self._state(pool).ledger.inherit(idle, age_s, now)
 
-    def session_ended(self, session: str, now: float) -> bool:
+    def session_ended(self, session: str) -> bool:
         """Forget a session that its client has ended, and its sub-agents, in all pools; return whether one of them knew it.
         Mutates; O(pools + sub-agents)."""
         knowing = [state for state in self.pools.values() if state.ledger.knows(session)]
         for state in knowing:
-            state.ledger.over(session, now)
+            state.ledger.over(session)
         return bool(knowing)
 
     def forget_pool(self, pool: str) -> None:

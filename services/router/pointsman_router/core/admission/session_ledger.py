@@ -6,8 +6,9 @@
 A session's size is the tokens of its last prompt and answer (of all open prompts, while several are open), less the tokens that
 it shared with other sessions at its first request. Its weight is 1 while a request is open, else the chance that it returns
 within KEEP_S (return_chances.py), whether its blocks are still cached or evicted: evicted ones are needed again just the same. A
-shared prefix counts once for each session that has it and is idle for less than KEEP_S, but for at most one copy on each
-instance. So what a family of sub-agents shared counts no longer when all of them are done.
+session returns when its request arrives, even if that waits then. A shared prefix counts once for each session that has it and
+is idle for less than KEEP_S, but for at most one copy on each instance. So what a family of sub-agents shared counts no longer
+when all of them are done.
 
 Idle sessions are listed by kind of answer and bin of idle time, with the sum of each list. So the weighted size costs
 O(kinds x bins), and a session's change O(1), whatever the number of sessions. Times in s on one clock.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from math import prod
 
 import msgspec
 
@@ -50,6 +52,7 @@ class CountedSession(msgspec.Struct, gc=False):
     kind: AnswerKind = AnswerKind.FIRST_OTHER  # how its last answer ended
     turns: int = 0  # number of its answers
     bin: int = OPEN  # how long it has been idle (return_chances.py), or OPEN
+    asked: bool = False  # whether a request of it has arrived since `since`
     shared: int = 0  # tokens that it has in common with other sessions, up to the key `group`
     group: int = 0  # key of the last block of what it shares, if `shared` is not 0
     tail: int = 0  # the last key of its last prompt
@@ -78,6 +81,8 @@ class SessionLedger:
         self._sums = [[0] * BINS for _ in KINDS]
         # By kind and bin, in the order in which they became idle.
         self._idle: list[list[OrderedDict[str, None]]] = [[OrderedDict() for _ in range(BINS)] for _ in KINDS]
+        # Number of them that have not asked.
+        self._watched = [[0] * BINS for _ in KINDS]
         # Key at the end of a shared prefix -> (sessions that have it, those in bins from COLD_BIN on left out; its tokens).
         self._groups: dict[int, tuple[int, int]] = {}
         self._tenants: dict[str, float] = {}
@@ -105,9 +110,10 @@ class SessionLedger:
     def weighted(self) -> float:
         """Return the weighted size in tokens, as of the last `advance`. O(kinds x bins)."""
         total = float(self._open_sum + self._shared_sum) + self._inherited.weighted()
+        presence = self.chances.presence()
         for kind, sums in zip(KINDS, self._sums, strict=True):
             if any(sums):
-                total += sum(chance * size for chance, size in zip(self.chances.chances(kind), sums, strict=True))
+                total += sum(map(prod, zip(presence, self.chances.chances(kind), sums, strict=True)))
         return total
 
     def of_tenant(self, tenant: str) -> float:
@@ -141,6 +147,12 @@ class SessionLedger:
                 return (at + 1) * KEY_TOKENS
         return 0
 
+    def asked(self, name: str) -> None:
+        """Count the return of an idle session whose request has arrived, and may wait. Mutates; O(1)."""
+        session = self.sessions.get(name)
+        if session is not None and not session.open:
+            self._returned(session)
+
     def opened(
         self,
         name: str,
@@ -157,7 +169,7 @@ class SessionLedger:
         session = self.sessions.get(name)
         if session is None:
             if len(self.sessions) >= self._max:
-                self._forget_oldest(now)
+                self._forget_oldest()
             session = self.sessions[name] = CountedSession(name, tenant)
             self._join(session, keys, min(cached, prompt_tokens))
             if parent and parent != name:
@@ -165,7 +177,8 @@ class SessionLedger:
                 self._children.setdefault(parent, {})[name] = None
         else:
             if not session.open:
-                self._unlist(session, now, returned=True)
+                self._returned(session)
+                self._unlist(session)
                 if session.bin >= COLD_BIN:
                     self._count_shared(session, 1)
                 session.bin = OPEN
@@ -205,9 +218,10 @@ class SessionLedger:
             self._drop(session)
             return
         session.since, session.kind, session.bin = now, answer_kind(finish_reason, session.turns), 0
+        session.asked = False
         self._list(session)
 
-    def over(self, name: str, now: float) -> None:
+    def over(self, name: str) -> None:
         """Forget a session that its client has ended, and its sub-agents, each once none of its requests is open; a new request
         begins it anew. Mutates; O(sub-agents)."""
         ending = [name]
@@ -221,22 +235,21 @@ class SessionLedger:
             if session.open:
                 session.over = True
             else:
-                self._unlist(session, now, returned=False)
+                self._unlist(session)
                 self._drop(session)
 
     def advance(self, now: float) -> None:
         """Move idle sessions to the bins of their idle times, and forget those that are idle for longer than the last bin.
         Mutates; O(kinds x bins + moves)."""
         self._inherited.advance(now)
-        for kind, bins in zip(KINDS, self._idle, strict=True):
+        self.chances.watch(self._watched, now)
+        for bins in self._idle:
             for bin_, idle in enumerate(bins):
                 while idle:
                     session = self.sessions[next(iter(idle))]
                     if now - session.since < EDGES_S[bin_ + 1]:
                         break
-                    del idle[session.name]
-                    self._sums[kind][bin_] -= session.size
-                    self.chances.passed(kind, bin_)
+                    self._unlist(session)
                     if bin_ + 1 == BINS:
                         self._drop(session)
                         continue
@@ -247,8 +260,9 @@ class SessionLedger:
 
     def idle(self) -> IdleSessions:
         """Return what the next owner of the pool needs of the idle sessions, as of the last `advance`. O(kinds x bins)."""
-        inherited = self._inherited.tokens()
-        tokens = tuple(tuple(map(sum, zip(*sums, strict=True))) for sums in zip(self._sums, inherited, strict=True))
+        inherited, presence = self._inherited.tokens(), self.chances.presence()
+        own = [list(map(prod, zip(presence, sums, strict=True))) for sums in self._sums]
+        tokens = tuple(tuple(map(sum, zip(*sums, strict=True))) for sums in zip(own, inherited, strict=True))
         return IdleSessions(tokens, *self.chances.observed())
 
     def inherit(self, idle: IdleSessions, age_s: float, now: float) -> None:
@@ -269,6 +283,7 @@ class SessionLedger:
                 inside = idle.get((kind, bin_), {})
                 assert self._idle[kind][bin_].keys() == inside.keys()
                 assert self._sums[kind][bin_] == sum(inside.values())
+                assert self._watched[kind][bin_] == sum(not self.sessions[name].asked for name in inside)
         assert all((session.bin == OPEN) is bool(session.open) for session in self.sessions.values())
         groups: dict[int, int] = {}
         for session in self.sessions.values():
@@ -356,21 +371,23 @@ class SessionLedger:
 
     def _list(self, session: CountedSession) -> None:
         self._idle[session.kind][session.bin][session.name] = None
+        self._watched[session.kind][session.bin] += not session.asked
         self._sums[session.kind][session.bin] += session.size
         self._count(session, self.chances.chance(session.kind, session.bin) * session.size)
 
-    def _unlist(self, session: CountedSession, now: float, *, returned: bool) -> None:
-        """Take an idle session out of its list, because it returned at `now` or is no longer watched from then on."""
+    def _unlist(self, session: CountedSession) -> None:
+        """Take an idle session out of its list."""
         del self._idle[session.kind][session.bin][session.name]
+        self._watched[session.kind][session.bin] -= not session.asked
         self._sums[session.kind][session.bin] -= session.size
-        idle_s = now - session.since
-        if returned:
-            reached = min(bin_of(idle_s), BINS - 1)
-            for passed in range(session.bin, reached):
-                self.chances.passed(session.kind, passed)
-            self.chances.returned(session.kind, reached, idle_s)
-        else:
-            self.chances.lost_sight(session.kind, session.bin, min(idle_s, EDGES_S[session.bin + 1]))
+
+    def _returned(self, session: CountedSession) -> None:
+        """Learn that an idle session has a request again, unless an earlier one has arrived and waits. It returns from the bin
+        in which its time is counted, though the next one may have begun since."""
+        if not session.asked:
+            session.asked = True
+            self._watched[session.kind][session.bin] -= 1
+            self.chances.returned(session.kind, session.bin)
 
     def _count(self, session: CountedSession, tokens: float) -> None:
         total = self._tenants.get(session.tenant, 0.0) + tokens - session.counted
@@ -392,13 +409,13 @@ class SessionLedger:
                 del self._children[session.parent]
         del self.sessions[session.name]
 
-    def _forget_oldest(self, now: float) -> None:
+    def _forget_oldest(self) -> None:
         """Forget a session that is idle in the longest bin; none if all have open requests."""
         for bin_ in reversed(range(BINS)):
             for kind in KINDS:
                 if idle := self._idle[kind][bin_]:
                     session = self.sessions[next(iter(idle))]
-                    self._unlist(session, now, returned=False)
+                    self._unlist(session)
                     self._drop(session)
                     return
 

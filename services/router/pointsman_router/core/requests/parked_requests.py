@@ -102,6 +102,7 @@ class ParkedRequests:
         held = self._held_requests.queue.get(request.request_id) is not None
         if not pool or held:
             return self._held_requests.place(request, gateway_id, now)
+        self._admission.asked(request, pool)
         if served := self._requests.attained.tokens(pool, request, now):
             request = replace(request, program_tokens=served)
         if request.parked_s > 0 and self._admission.applies(pool, now):
