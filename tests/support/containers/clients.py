@@ -62,9 +62,10 @@ class Load:
         self._read()
 
     def _read(self) -> int:
-        self._told.seek(0)
+        # Clients write at this file's position, so it must stay.
+        told = os.pread(self._told.fileno(), os.fstat(self._told.fileno()).st_size, 0)
         # The last line may not be whole yet.
-        if lines := self._told.read().split("\n")[:-1]:
+        if lines := told.split(b"\n")[:-1]:
             for name, value in json.loads(lines[-1]).items():
                 setattr(self, name, value)
         return self.whole
