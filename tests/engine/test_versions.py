@@ -54,36 +54,36 @@ def chat(engine: Engine, text: str, **more: Any) -> Any:
 
 async def test_events_are_the_cache_and_the_usage_is_theirs(engine: Engine) -> None:
     first = await asyncio.to_thread(chat, engine, WORDS)
-    async with EngineProbe(parse_engine_address(engine.target)) as probe:
-        sources = await probe.sources([0])
-        assert sources.by_rank, sources.reason
-        blocks = CachedBlocks(SERVED_NAME)
-        context = zmq.asyncio.Context()
-        subscriber = KvSubscriber(context, sources.by_rank[0], blocks, lambda: None)
-        assert await subscriber.start()
-        following = asyncio.create_task(subscriber.run())
-        again = await asyncio.to_thread(chat, engine, WORDS)
-        await asyncio.to_thread(chat, engine, f"other {WORDS}")
+    probe = EngineProbe(parse_engine_address(engine.target))
+    sources = await probe.sources([0])
+    assert sources.by_rank, sources.reason
+    blocks = CachedBlocks(SERVED_NAME)
+    context = zmq.asyncio.Context()
+    subscriber = KvSubscriber(context, sources.by_rank[0], blocks, lambda: None)
+    assert await subscriber.start()
+    following = asyncio.create_task(subscriber.run())
+    again = await asyncio.to_thread(chat, engine, WORDS)
+    await asyncio.to_thread(chat, engine, f"other {WORDS}")
 
-        def agree() -> bool:
-            return blocks.key_count == engine.cached_keys() > 0
+    def agree() -> bool:
+        return blocks.key_count == engine.cached_keys() > 0
 
-        await asyncio.to_thread(until, agree, within_s=60, what="the keys that the engine has")
-        assert (subscriber.counts.undecodable, subscriber.problem, subscriber._unknown) == (0, "", set())
-        following.cancel()
-        await asyncio.wait([following])
-        subscriber.close()
-        context.destroy(linger=0)
+    await asyncio.to_thread(until, agree, within_s=60, what="the keys that the engine has")
+    assert (subscriber.counts.undecodable, subscriber.problem, subscriber._unknown) == (0, "", set())
+    following.cancel()
+    await asyncio.wait([following])
+    subscriber.close()
+    context.destroy(linger=0)
     prompt = first.json()["usage"]["prompt_tokens"]
     cached = again.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached == (prompt - 1) // engine.spec.block_size * engine.spec.block_size
 
 
 async def test_the_engine_tells_its_limits_and_identity(engine: Engine) -> None:
-    async with EngineProbe(parse_engine_address(engine.target)) as probe:
-        scrape, models = await probe.scrape(), await probe.models()
-        await probe.alive()
-        assert await probe.version()
+    probe = EngineProbe(parse_engine_address(engine.target))
+    scrape, models = await probe.scrape(), await probe.models()
+    await probe.alive()
+    assert await probe.version()
     assert (models.served_names, models.max_model_len) == ((SERVED_NAME,), CONTEXT)
     assert scrape.max_num_seqs > 0
     assert (scrape.ranks[0].block_size, scrape.ranks[0].kv_capacity_tokens) == (

@@ -11,6 +11,6 @@ from tests.support.pages import serving
 
 async def test_an_https_url_of_an_http_server_is_told() -> None:
     with serving(lambda _: (200, b"")) as url:
-        async with EngineProbe(parse_engine_address(url.replace("http", "https"))) as probe:
-            with pytest.raises(ProbeError, match=r"no TLS connection .*: is its URL an http:// one\?"):
-                await probe.alive()
+        probe = EngineProbe(parse_engine_address(url.replace("http", "https")))
+        with pytest.raises(ProbeError, match=r"no TLS connection .*: is its URL an http:// one\?"):
+            await probe.alive()

@@ -5,17 +5,16 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass
 from errno import ECONNREFUSED
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from urllib.parse import quote
 
-import aiohttp
 import msgspec
 
 from pointsman_agent.core.engine_address import EngineAddress, offset_port
 from pointsman_agent.core.engine_metrics import NAMES, Scrape, parse_metrics
 from pointsman_agent.core.kv_transfer_support import engine_ids
 from pointsman_agent.core.wire_numbers import uint32
+from pointsman_agent.io.http_get import get
 from pointsman_agent.io.kv_subscriber import KvEventSource
 from pointsman_common.core.addresses import connect_endpoint
 from pointsman_common.core.printable import printable
@@ -68,40 +67,29 @@ class KvEventSources:
 
 
 class EngineProbe:
-    """An HTTP client of one engine."""
+    """An HTTP client of one engine.
+
+    Each request has a new connection: a kept connection would always reach the same process behind a load balancer, and so hide
+    the load balancer. And a new lookup: gateways follow a name that moves with their next connection.
+    """
 
     def __init__(self, address: EngineAddress, *, api_key: str = "", tls: ssl.SSLContext | None = None) -> None:
         """`tls` has the trusted authorities for an HTTPS engine; None: the system's."""
         self._address = address
-        # A new connection per request: a kept connection would always reach the same process behind a load balancer, and so
-        # hide the load balancer. A new lookup, too: gateways follow a name that moves with their next connection.
-        connector = aiohttp.TCPConnector(force_close=True, use_dns_cache=False, ssl=True if tls is None else tls)
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            timeout=aiohttp.ClientTimeout(total=ANSWER_S),
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
-        )
+        self._tls = (tls or ssl.create_default_context()) if address.url.startswith("https:") else None
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._restricted = True
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._session.close()
 
     async def alive(self) -> None:
         """GET /health. Returns if the engine answers and does not say that it is dead. Raises ProbeError; with a `status` if it
         says that."""
         try:
-            url, timeout = _url(self._address.url, "/health"), aiohttp.ClientTimeout(total=ANSWER_S)
-            async with self._session.get(url, timeout=timeout) as answer:
+            async with get(f"{self._address.url}/health", ANSWER_S, self._headers, self._tls) as answer:
                 # 4xx: a server without this route, or one that wants another key.
-                if answer.status < 500 or (answer.status == 503 and _SCALING in await answer.content.read(1_000)):
+                if answer.status < 500 or (answer.status == 503 and _SCALING in await answer.body()):
                     return
                 raise ProbeError(_refused("/health", answer.status), answer.status)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise _failed("/health", error) from error
 
     async def unavailable(self) -> bool:
@@ -198,38 +186,35 @@ class EngineProbe:
         """GET /query of the engine's bootstrap server: engine ids by data-parallel rank, as gateways read them. Empty if it does
         not answer."""
         try:
-            # A session of its own, since the server may be another host's, which must not get the engine's API key.
-            timeout = aiohttp.ClientTimeout(total=BOOTSTRAP_ANSWER_S)
-            async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
-                session.get(f"{bootstrap_url}/query") as answer,
-            ):
+            # The server may be another host's, which must not get the engine's API key.
+            tls = ssl.create_default_context() if bootstrap_url.startswith("https:") else None
+            async with get(f"{bootstrap_url}/query", BOOTSTRAP_ANSWER_S, {}, tls) as answer:
                 body = await answer.json() if answer.status == 200 else None
                 return engine_ids(body) if isinstance(body, dict) else {}
-        except (aiohttp.ClientError, TimeoutError, ValueError):
+        except (OSError, ValueError):
             return {}
 
     async def _metrics(self, path: str, *, missing_ok: bool = False) -> Scrape | None:
         try:
-            url, timeout = _url(self._address.url, path), aiohttp.ClientTimeout(total=METRICS_ANSWER_S)
-            async with self._session.get(url, headers={"Accept": "text/plain"}, timeout=timeout) as answer:
+            headers = self._headers | {"Accept": "text/plain"}
+            async with get(self._address.url + path, METRICS_ANSWER_S, headers, self._tls) as answer:
                 if answer.status != 200:
                     if missing_ok and answer.status == 404:
                         return None
                     raise ProbeError(_refused(path.partition("?")[0], answer.status), answer.status)
-                return parse_metrics(await answer.read())
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                return parse_metrics(await answer.body())
+        except (OSError, ValueError) as error:
             raise _failed(path.partition("?")[0], error) from error
 
     async def _json(self, path: str, *, missing_ok: bool = False) -> dict[str, Any]:
         try:
-            async with self._session.get(_url(self._address.url, path)) as answer:
+            async with get(self._address.url + path, ANSWER_S, self._headers, self._tls) as answer:
                 if missing_ok and answer.status == 404:
                     return {}
                 if answer.status != 200:
                     raise ProbeError(_refused(path, answer.status), answer.status)
                 body = await answer.json()
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise _failed(path, error) from error
         if not isinstance(body, dict):
             raise ProbeError(f"{path} did not answer with a JSON object", 200)
@@ -245,25 +230,17 @@ def _refused(path: str, status: int) -> str:
 
 
 def _failed(path: str, error: Exception) -> ProbeError:
-    if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        return ProbeError(
-            f"{path}: the engine's certificate is not trusted ({error.certificate_error}): set engine_ca to its authority"
-        )
-    if isinstance(error, aiohttp.ClientConnectorSSLError):
-        return ProbeError(f"no TLS connection ({error.os_error.strerror}): is its URL an http:// one?")
-    if isinstance(error, aiohttp.ClientConnectorError):
-        if error.errno == ECONNREFUSED:
-            return ProbeError("connection refused", refused=True)
-        return ProbeError(f"cannot connect: {error.os_error.strerror or error.os_error}")
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return ProbeError(f"{path}: the engine's certificate is not trusted ({error}): set engine_ca to its authority")
+    if isinstance(error, ssl.SSLError):
+        return ProbeError(f"no TLS connection ({error.strerror}): is its URL an http:// one?")
     if isinstance(error, TimeoutError):
         return ProbeError(f"{path}: no answer in time")
+    if isinstance(error, OSError) and error.errno == ECONNREFUSED:
+        return ProbeError("connection refused", refused=True)
+    if isinstance(error, OSError) and not isinstance(error, ConnectionError):
+        return ProbeError(f"cannot connect: {error.strerror or error}")
     return ProbeError(f"{path}: {type(error).__name__} {error}".rstrip())
-
-
-def _url(base: str, path: str) -> Any:
-    from yarl import URL
-
-    return URL(base + path, encoded=True)
 
 
 def _publishes(config: Any) -> bool:

@@ -131,21 +131,21 @@ class EngineMonitor:
         """Scrape the engine periodically until cancelled. The cancellation saves the instances' state and stops them; after
         leave() they end."""
         try:
-            async with EngineProbe(self.address, api_key=self._api_key, tls=self._tls) as probe:
-                probing = asyncio.create_task(self._probe_life(probe), name=f"probe {self.address.url}")
-                try:
-                    while True:
-                        began = time.monotonic()
-                        await self._scrape(probe)
-                        pause = (
-                            self._interval
-                            if self._failures == 0
-                            else min(MAX_SCRAPE_PAUSE_S, self._interval * self._failures)
-                        )
-                        await self._pause(began + pause - time.monotonic())
-                finally:
-                    probing.cancel()
-                    await asyncio.wait({probing})
+            probe = EngineProbe(self.address, api_key=self._api_key, tls=self._tls)
+            probing = asyncio.create_task(self._probe_life(probe), name=f"probe {self.address.url}")
+            try:
+                while True:
+                    began = time.monotonic()
+                    await self._scrape(probe)
+                    pause = (
+                        self._interval
+                        if self._failures == 0
+                        else min(MAX_SCRAPE_PAUSE_S, self._interval * self._failures)
+                    )
+                    await self._pause(began + pause - time.monotonic())
+            finally:
+                probing.cancel()
+                await asyncio.wait({probing})
         finally:
             self._forget_pause()
             await self._stop(self._goodbye)
