@@ -28,8 +28,8 @@ MAX_LOADS_PER_S = 1_500
 MIN_LOAD_INTERVAL_S = 0.05
 MAX_LOAD_INTERVAL_S = 1.6
 # As for loads, for messages about changes of keys. A busy engine publishes changes at each step, 20 to 50 times a second, and a
-# message takes 0.3 ms of CPU time in the agent and as much in the router, nearly all of it gRPC's. What changes by the router's own
-# placements it knows before.
+# message takes 0.3 ms of CPU time in the agent and as much in the router, nearly all of it gRPC's. What changes by the router's
+# own placements it knows before.
 MAX_KEY_MESSAGES_PER_S = 2_500
 MIN_KEY_INTERVAL_S = 0.1
 MAX_KEY_INTERVAL_S = 0.8
