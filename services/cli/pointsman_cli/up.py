@@ -11,7 +11,6 @@ import subprocess
 import tempfile
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,6 +34,7 @@ from pointsman_cli.local_engines import find_engines
 from pointsman_cli.router_call import DEFAULT_ROUTER
 from pointsman_common.core.addresses import address_of_url, parse_address
 from pointsman_common.io.child_command import pointsman_child
+from pointsman_common.io.direct_http import open_directly
 from pointsman_common.io.listen_errors import reason_of
 from pointsman_common.io.listening import bound_socket
 from pointsman_common.io.settings import (
@@ -316,7 +316,7 @@ def _get(url: str) -> tuple[int, bytes]:
     # The gateway's certificate is for its clients' name of it.
     context = ssl._create_unverified_context() if url.startswith("https") else None
     try:
-        with urllib.request.urlopen(url, timeout=ANSWER_S, context=context) as answer:
+        with open_directly(url, ANSWER_S, context) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read(100_000)
