@@ -45,7 +45,7 @@ class RouterSettings(BaseSettings):
         "", description="HOST:PORT at which gateways reach this replica; empty: from `listen`"
     )
     metrics_listen: OptionalHostPort = Field(
-        "127.0.0.1:9100", description="HOST:PORT of /metrics and /health; empty: none"
+        "127.0.0.1:9100", description="HOST:PORT of /metrics, /health and /livez; empty: none"
     )
     console_listen: OptionalHostPort = Field("", description="HOST:PORT of the console, a web page; empty: none")
     console_advertise: str = Field(
