@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 import urllib.request
-from http.client import HTTPResponse
+from http.client import HTTPException, HTTPResponse
 
 
 def open_directly(
@@ -16,5 +16,8 @@ def open_directly(
     do. `tls`: of https; None: the system's authorities.
     """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls))
-    answer: HTTPResponse = opener.open(request, timeout=timeout_s)
+    try:
+        answer: HTTPResponse = opener.open(request, timeout=timeout_s)
+    except HTTPException:
+        raise OSError("what answers there does not speak HTTP") from None
     return answer
