@@ -152,6 +152,9 @@ def test_the_doctor_asks_redis_as_the_user_that_the_secrets_are_made_for(tmp_pat
         url = f"redis://pointsman:{(secrets / 'redis-password').read_text()}@127.0.0.1:{port}/0"
         said = redis_finding(url)
         assert (said.level, said.found.partition(", ")[2]) == (Finding.OK, "noeviction")
+        refused = redis_finding(f"redis://pointsman:wrong@127.0.0.1:{port}/0")
+        assert refused.found.startswith("AuthenticationError: it refuses the user or password in redis_url")
+        assert redis_finding(f"redis://127.0.0.1:{port}/0").advice == "give redis_url a user and its password"
     finally:
         server.kill()
 

@@ -8,7 +8,6 @@ import re
 import signal
 import ssl
 import subprocess
-import tempfile
 import time
 import urllib.error
 from collections.abc import Iterator, Mapping
@@ -49,6 +48,7 @@ from pointsman_common.io.settings import (
     unreadable_field,
 )
 from pointsman_common.io.tls import TlsSettings
+from pointsman_common.io.writable import make_writable
 from pointsman_gateway.io.settings import GatewaySettings
 from pointsman_router.core.policy.registry import DEFAULT_POLICY
 from pointsman_router.io.settings import RouterSettings
@@ -208,9 +208,7 @@ def check(settings: UpSettings) -> None:
         if place.startswith(("/", ".", "~")) and not os.access(Path(place) / "tokenizer.json", os.R_OK):
             raise InvalidSetting(settings, "tokenizer", f"{model}: {place} has no tokenizer.json that can be read")
     try:
-        settings.state_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=settings.state_dir):
-            pass
+        make_writable(settings.state_dir)
     except OSError as error:
         reason = f"{settings.state_dir} cannot be written: {error.strerror}"
         raise InvalidSetting(settings, "state_dir", reason) from None
