@@ -96,3 +96,19 @@ async def test_a_missing_token_is_told_with_what_holds_it() -> None:
         await eventually(lambda: bool(loud(logs)), "it is told")
     [(_, reason)] = loud(logs)
     assert reason.endswith(": set POINTSMAN_AGENT_TOKEN or POINTSMAN_TOKEN_DIR")
+
+
+async def test_a_router_that_stops_in_order_may_be_starting_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[None] = []
+    after_failure = Reporter._after_failure
+
+    async def counted(*given: Any) -> float:
+        attempts.append(None)
+        return await after_failure(*given)
+
+    monkeypatch.setattr(Reporter, "_after_failure", counted)
+    async with running() as (server, _), reporting(f"127.0.0.1:{server.port}") as logs:
+        await eventually(lambda: server.router.state.instances.get("a") is not None, "it reports")
+        await server.stop()
+        await eventually(lambda: len(attempts) > 2, "it has tried again twice")
+    assert loud(logs) == []

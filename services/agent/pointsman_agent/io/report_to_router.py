@@ -28,7 +28,7 @@ WELCOME_S = 10.0
 GOODBYE_S = 1.0
 # Maximum duration of `stop`, s. A router that no longer reads must not block it.
 STOP_S = 3.0
-# Time after the start in which a router that cannot be reached may be starting, s.
+# Time in which a router that cannot be reached may be starting, s.
 STARTUP_S = 10.0
 # Backoff after a stream that the router welcomed, s. Each stream without a welcome doubles the backoff.
 FIRST_RETRY_S = 0.1
@@ -97,7 +97,8 @@ class Reporter:
         self._machine: ReportProtocol | None = None
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
-        self._began = time.monotonic()
+        # Since when the router may be starting: the start of this, or the router's announced stop.
+        self._may_start_since = time.monotonic()
         # Whether it is logged that no stream is welcomed.
         self._told_unreached = False
         self._goodbye = ""
@@ -175,11 +176,12 @@ class Reporter:
             self.refusal = reason
             return refused_s
         if details == STOPS:
+            self._may_start_since = time.monotonic()
             self._log.info("the report stream broke", code=code.name, reason=details)
         elif self.connected:
             self._told_unreached = True
             self._log.warning("the report stream broke", code=code.name, reason=details)
-        elif not self._told_unreached and time.monotonic() - self._began >= STARTUP_S:
+        elif not self._told_unreached and time.monotonic() - self._may_start_since >= STARTUP_S:
             self._told_unreached = True
             self._log.warning("a router does not take the report", reason=meaning(code, details or "", "agent"))
         return FIRST_RETRY_S if self.connected else slower_s
