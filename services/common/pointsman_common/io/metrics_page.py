@@ -16,7 +16,7 @@ from prometheus_client.utils import floatToGoString
 
 # The library adds a series with the time of its creation to each series of a counter or histogram, which nobody reads: a third of
 # a page.
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 # Minimum interval between the beginnings of two pages, s.
 PERIOD_S = 1.0
