@@ -11,6 +11,8 @@ import jinja2
 ADMISSION, DEFAULT, FETCH, OPENING, TIERS = "admission", "default", "fetch", "opening", "tiers"
 # The sections that other commands than `python -m studies.findings` write.
 OF_STUDIES = (ADMISSION, DEFAULT, FETCH)
+# Those that it writes only if it is given their files.
+AGREEMENT, CALIBRATION = "agreement", "calibration"
 # The sections of README.md.
 BOARD, ROUTERS = "board", "routers"
 

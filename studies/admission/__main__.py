@@ -23,7 +23,7 @@ class AdmissionStudySettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_STUDY_ADMISSION_")
 
     traces: Path = Field(TRACES, description="folder of the shared traces; cells of missing traces are left out")
-    seeds: int = Field(5, ge=1, description="number of trials of each cell")
+    seeds: int = Field(5, ge=1, description="maximum number of trials of each cell; many cells have two")
     first_seed: int = Field(0, ge=0, description="seed of the first trial")
     instances: int = Field(INSTANCES, ge=1, description="number of modelled instances; rates are in proportion to it")
     only: str = Field(
@@ -57,7 +57,7 @@ def run(settings: AdmissionStudySettings) -> None:
     if not trials:
         typer.echo(f"python -m studies.admission: no trials in {settings.results}", err=True)
         raise typer.Exit(2)
-    missing = len(planned) * len(seeds) - len(trials)
+    missing = sum(min(cell.seeds, len(seeds)) for cell in planned) - len(trials)
     text = section(trials, missing, settings.instances, quick=settings.quick)
     write_section(settings.out, ADMISSION, text)
     settings.out.with_name(PLOT).write_text(plot(trials))

@@ -93,14 +93,12 @@ def _router_admits(bound_s: float) -> Admission:
     return Admission(about, {"admission": AdmissionSettings(on=True, standard_s=bound_s)})
 
 
-NONE, OURS = "none", "Pointsman, 120 s"
+NONE, OURS = "none", "Pointsman, 480 s"
 ADMISSIONS: Mapping[str, Admission] = {
     NONE: Admission("no admission"),
     "Pointsman, 120 s": _router_admits(120.0),
     "Pointsman, 30 s": _router_admits(30.0),
-    "Pointsman, 300 s": _router_admits(300.0),
     "Pointsman, 480 s": _router_admits(480.0),
-    "Pointsman, 600 s": _router_admits(600.0),
     "Pointsman, 900 s": _router_admits(900.0),
     "ThunderAgent": Admission("its rule, with its choice of instances", simulation={"lab_admission": "thunderagent"}),
     "ThunderAgent in Dynamo": Admission(
@@ -119,20 +117,33 @@ ADMISSIONS: Mapping[str, Admission] = {
     "8 requests": Admission("at most 8 requests on an instance, held 30 s, then refused", _capped(8)),
     "85 % of KV": Admission("no instance with waiting requests gets more from 85 % of its KV on", _capped(0, 0.85)),
 }
-# Scenario, policies, ways to admit, in the order in which they are run.
+
+
+@dataclass(frozen=True)
+class Tier:
+    """All combinations of these scenarios, policies and ways to admit. `seeds`: maximum number of trials of each cell."""
+
+    scenarios: tuple[str, ...]
+    policies: tuple[str, ...]
+    admissions: tuple[str, ...]
+    seeds: int = 2
+
+
+# In the order in which they are run.
 PLAN = (
-    (("burst",), ("foresight",), (NONE, OURS, "ThunderAgent", "CONCUR", "12 requests")),
-    (("knee", "limit", "light", "chat"), ("foresight",), (NONE, OURS, "ThunderAgent")),
-    (("burst",), ("unified",), (NONE, OURS)),
-    (("burst",), ("foresight",), ("Pointsman, 480 s", "Pointsman, 300 s", "Pointsman, 600 s", "Pointsman, 30 s")),
-    (("burst",), ("foresight",), ("CONCUR 0.5", "8 requests", "85 % of KV")),
-    (
+    Tier(("burst",), ("foresight",), (NONE, OURS, "ThunderAgent", "CONCUR", "Pointsman, 120 s"), seeds=5),
+    Tier(("knee", "limit", "light", "chat"), ("foresight",), (NONE, OURS, "ThunderAgent")),
+    Tier(("burst",), ("unified",), (NONE, OURS)),
+    Tier(("burst",), ("foresight",), ("Pointsman, 30 s", "Pointsman, 900 s")),
+    Tier(("burst",), ("foresight",), ("ThunderAgent in Dynamo", "Progress-TTL", "llm-d LAS")),
+    Tier(("burst",), ("foresight",), ("CONCUR 0.5", "12 requests", "8 requests", "85 % of KV")),
+    Tier(
         (
+            "burst, sub-agents",
+            "burst, one turn",
             "burst, retries",
             "burst, impatient",
             "burst, chat",
-            "burst, one turn",
-            "burst, sub-agents",
             "burst, no names",
             "burst, tenants",
             "small burst",
@@ -141,7 +152,6 @@ PLAN = (
         ("foresight",),
         (NONE, OURS),
     ),
-    (("burst",), ("foresight",), ("Pointsman, 900 s", "ThunderAgent in Dynamo", "Progress-TTL", "llm-d LAS")),
 )
 
 
@@ -152,7 +162,8 @@ class PlannedCell:
     scenario: str  # key of SCENARIOS
     policy: str  # name of a policy of the router, with its default settings
     admission: str  # key of ADMISSIONS
-    tier: int  # index of its line of PLAN, from 0 on
+    tier: int  # index of its tier in PLAN, from 0 on
+    seeds: int  # maximum number of its trials
     cell: Cell  # with all settings, ready to run
 
     @property
@@ -176,13 +187,13 @@ def plan_cells(traces: Path, instances: int = INSTANCES, *, quick: bool = False)
     `quick`: small made-up sessions for a few minutes.
     """
     cells = []
-    for tier, (scenarios, policies, admissions) in enumerate(PLAN):
-        for name, policy, admission in product(scenarios, policies, admissions):
+    for number, tier in enumerate(PLAN):
+        for name, policy, admission in product(tier.scenarios, tier.policies, tier.admissions):
             scenario = SCENARIOS[name]
             source = _source(traces, scenario) if not quick else SyntheticSessions(1_600, SMALL)
             if source is not None and not (quick and scenario.mix):
                 cell = _cell(name, policy, admission, source, instances, quick=quick)
-                cells.append(PlannedCell(name, policy, admission, tier, cell))
+                cells.append(PlannedCell(name, policy, admission, number, tier.seeds, cell))
     return cells
 
 

@@ -45,8 +45,8 @@ def run_missing(
     # That of the code that this process has loaded, whatever is committed while it runs.
     commit = git_commit()
     for tier in sorted({cell.tier for cell in cells}):
-        for seed in seeds:
-            for cell in (planned for planned in cells if planned.tier == tier):
+        for number, seed in enumerate(seeds):
+            for cell in (planned for planned in cells if planned.tier == tier and number < planned.seeds):
                 with _claimed(claims / f"{hashlib.sha256(cell.key.encode()).hexdigest()[:16]}-{seed}") as mine:
                     # Read with the claim: another process may just have stored it.
                     if mine and (cell.key, seed) not in _stored(file):
@@ -56,7 +56,7 @@ def run_missing(
 def planned_trials(cells: Sequence[PlannedCell], seeds: Sequence[int], file: Path) -> list[AdmissionTrial]:
     """Return the trials of `cells` that are in `file`, in the order of the cells."""
     stored = _stored(file)
-    wanted = ((cell.key, seed) for cell in cells for seed in seeds)
+    wanted = ((cell.key, seed) for cell in cells for seed in seeds[: cell.seeds])
     return [stored[name] for name in wanted if name in stored]
 
 

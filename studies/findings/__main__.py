@@ -27,6 +27,8 @@ from studies.findings.opening import plots, read_tables, router_table, with_open
 from studies.findings.page import render
 from studies.findings.tiers import tier_section
 from studies.marked_sections import (
+    AGREEMENT,
+    CALIBRATION,
     OF_STUDIES,
     ROUTERS,
     TIERS,
@@ -61,11 +63,12 @@ class FindingsSettings(BaseSettings):
     results: Path = Field(Path("runs/findings.jsonl"), description="file of the trials; trials in it are not run again")
     calibration: Path = Field(
         Path("runs/calibration/calibration.json"),
-        description="results of `pointsman calibrate`; without the file the document has no such section",
+        description="results of `pointsman calibrate`; without the file the document keeps its section",
     )
     agreements: Pairs = Field(
         ["emulated=runs/agreement/agreement.md", "real=runs/agreement-real/agreement.md"],
-        description="ENGINES=FILE, a page of `pointsman agree` on emulated or real engines; missing files are left out",
+        description="ENGINES=FILE, a page of `pointsman agree` on emulated or real engines; missing files are left "
+        "out, and without any the document keeps its section",
     )
     out: Path = Field(Path("docs/findings.md"), description="file of the document")
 
@@ -111,9 +114,10 @@ def run(settings: FindingsSettings) -> None:
 
 def _write(out: Path, document: str) -> None:
     """Write the document, with an opening made from its tables, the plots beside it, and README's table. The sections of other
-    commands are kept."""
+    commands are kept, and those of whose figures there is no file."""
     before = out.read_text() if out.exists() else ""
-    for name in OF_STUDIES:
+    without_file = [name for name in (AGREEMENT, CALIBRATION) if not section_of(document, name)]
+    for name in (*OF_STUDIES, *without_file):
         document = with_section(document, name, section_of(before, name))
     out.write_text(with_opening(document))
     for name, drawn in plots(document).items():

@@ -30,6 +30,8 @@ FILES = {REAL: "agentic_coding_1214.jsonl.gz", CHAT: "mooncake_conversation.json
 CHAT_SESSIONS = 1_000
 # long_prefill_token_threshold of the cells that set one, tokens.
 THRESHOLD = 4_096
+# Maximum number of trials of the cells that are neither of the main loads without a threshold nor of tiers.
+FEWER_TRIALS = 3
 # Times of a router's round trip (s) and of a fast tokenizer (s per token).
 PLACEMENT_S, TOKENISE_TOKEN_S = 0.002, 1e-6
 
@@ -144,7 +146,7 @@ SENSITIVITY_CASES: Mapping[str, Setup] = {
     "small sessions": _sensitivity_case(400, 1.48, base=SMALL),
 }
 # The floor is the only bound here: the loss by limited caches is a question of the main study.
-SENSITIVITY_POLICIES = (FLOOR, BASE, OURS, "lpwl", "preble")
+SENSITIVITY_POLICIES, SENSITIVITY_LOADS = (FLOOR, BASE, OURS, "lpwl", "preble"), ("full", "saturated")
 
 # Tiers below the engines' own caches, on the first trace at full load. The cells without any are the main study's.
 TIER_LOAD, TIER_POLICIES = "full", (BASE, OURS)
@@ -248,13 +250,13 @@ def _places(traces: Sequence[str], quick: bool) -> Iterator[tuple[str, str, int,
         yield from ((trace, load, 0, name) for name, load in product(names, MAIN))
     if CHAT in traces and not quick:
         yield from ((CHAT, OVERLOADED, 0, name) for name in (*BOUNDS, BASE, OURS))
-    for trace, (load, threshold), name in product([trace for trace in traces if trace != CHAT], other, contenders):
-        yield trace, load, threshold, name
+    for (load, threshold), name in product(other, contenders):
+        yield traces[0], load, threshold, name
     cases = list(TIER_CASES)[: 1 if quick else None]
     yield from ((case, TIER_LOAD, 0, name) for case, name in product(cases, TIER_POLICIES))
     if not quick:
         yield from ((traces[0], load, 0, name) for load, name in product(("full", "saturated"), ABLATIONS))
-        yield from product(SENSITIVITY_CASES, MAIN, (0, THRESHOLD), SENSITIVITY_POLICIES)
+        yield from product(SENSITIVITY_CASES, SENSITIVITY_LOADS, (0,), SENSITIVITY_POLICIES)
 
 
 def _without(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -287,4 +289,5 @@ def _cell(trace: str, setup: Setup, load: str, threshold: int, name: str, trials
             tiers_reported=setup.tiers.reported,
         ),
     )
-    return PlannedCell(trace, load, threshold, name, cell, setup.name, min(trials, setup.trials or trials))
+    fewer = FEWER_TRIALS if threshold or load not in MAIN or name in ABLATIONS else trials
+    return PlannedCell(trace, load, threshold, name, cell, setup.name, min(trials, fewer, setup.trials or trials))

@@ -74,7 +74,7 @@ def test_whatever_is_observed_a_chance_is_a_probability(seen: list[tuple[AnswerK
     chances = ReturnChances()
     for kind, idle_s, returned in seen:
         idle(chances, kind, {idle_s if returned else inf: 1})
-        assert all(0.0 < share <= 1.0 for share in chances.presence())
+        assert all(0.0 < share <= 1.0 for share in chances.presence)
     assert all(0.0 <= chance <= 1.0 for kind in KINDS for chance in chances.chances(kind))
 
 

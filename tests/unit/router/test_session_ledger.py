@@ -82,7 +82,7 @@ def test_presence_is_the_share_of_the_expected_returns_that_come(share: float, l
             ledger.asked(returns.pop(0)[1])
         ledger.advance(quarter / 4)
         if quarter >= 8:
-            lowest = min(lowest, ledger.chances.presence()[bin_of(quarter / 4)])
+            lowest = min(lowest, ledger.chances.presence[bin_of(quarter / 4)])
     assert least <= lowest <= most
 
 

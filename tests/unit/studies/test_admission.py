@@ -113,9 +113,9 @@ def test_cells_of_a_scenario_see_the_same_draw_and_have_keys_of_their_own(tmp_pa
     assert all(drawn(cell.cell.workload, 3) == drawn(bursts[0].cell.workload, 3) for cell in bursts)
     # Without traces nothing but made-up sessions can be run.
     assert plan_cells(tmp_path) == []
-    planned = {name for scenarios, _, _ in PLAN for name in scenarios}
+    planned = {name for tier in PLAN for name in tier.scenarios}
     assert planned == set(SCENARIOS)
-    assert all(NONE in ways for _, _, ways in PLAN[:2])
+    assert all(NONE in tier.admissions for tier in PLAN[:2])
 
 
 def test_a_trial_is_run_once_and_the_section_keeps_its_place(tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ class ReturnChances:
         # By bin: the returns of about the last RECENT_S, and those that were expected.
         self._recent = [0.0] * BINS
         self._expected = [0.0] * BINS
+        # By bin of idle time: the share of the sessions that may still be there, above 0 to 1, as of the last `watch`.
+        self.presence = [1.0] * BINS
         self._watched_at = self._read_at = 0.0
 
     def observed(self) -> tuple[Observed, Observed]:
@@ -99,20 +101,14 @@ class ReturnChances:
                     # The returns of this time are counted already, so it must be, too.
                     self._exposure_s[kind][bin_] += count * passed_s
                     self._expected[bin_] += count * passed_s * self._returns[kind][bin_] / self._exposure_s[kind][bin_]
-        if now - self._read_at >= REFRESH_S:
-            self._read_at = now
-            self._unread = [REFRESH_AFTER for _ in KINDS]
-
-    def presence(self) -> list[float]:
-        """Return, by bin of idle time, the share of the sessions that may still be there, above 0 to 1, as of the last
-        `watch`."""
-        shares = []
         for bin_ in range(BINS):
             first = max(bin_ + 1 - SAME_BINS, 0)
             returned, expected = sum(self._recent[first : bin_ + 1]), sum(self._expected[first : bin_ + 1])
             most = returned + 2.0 * sqrt(returned + 1.0) + 2.0
-            shares.append(most / expected if expected > most else 1.0)
-        return shares
+            self.presence[bin_] = most / expected if expected > most else 1.0
+        if now - self._read_at >= REFRESH_S:
+            self._read_at = now
+            self._unread = [REFRESH_AFTER for _ in KINDS]
 
     def returned(self, kind: AnswerKind, bin_: int) -> None:
         """Record a session's return from a bin of idle time. Mutates."""

@@ -110,7 +110,7 @@ class SessionLedger:
     def weighted(self) -> float:
         """Return the weighted size in tokens, as of the last `advance`. O(kinds x bins)."""
         total = float(self._open_sum + self._shared_sum) + self._inherited.weighted()
-        presence = self.chances.presence()
+        presence = self.chances.presence
         for kind, sums in zip(KINDS, self._sums, strict=True):
             if any(sums):
                 total += sum(map(prod, zip(presence, self.chances.chances(kind), sums, strict=True)))
@@ -260,7 +260,7 @@ class SessionLedger:
 
     def idle(self) -> IdleSessions:
         """Return what the next owner of the pool needs of the idle sessions, as of the last `advance`. O(kinds x bins)."""
-        inherited, presence = self._inherited.tokens(), self.chances.presence()
+        inherited, presence = self._inherited.tokens(), self.chances.presence
         own = [list(map(prod, zip(presence, sums, strict=True))) for sums in self._sums]
         tokens = tuple(tuple(map(sum, zip(*sums, strict=True))) for sums in zip(own, inherited, strict=True))
         return IdleSessions(tokens, *self.chances.observed())
