@@ -20,10 +20,12 @@ override PYTHON := python3
 endif
 
 BIN := .venv/bin
+DIST := dist
+CHART_VERSION = $(shell sed -n 's/^version: //p' deploy/helm/pointsman/Chart.yaml)
 .DELETE_ON_ERROR:
 
 .PHONY: help demo bench scoreboard test test-fast test-containers test-containers-gpu test-pythons test-next check format protos lock clean
-.PHONY: images dist gpu-wheels
+.PHONY: images dist chart gpu-wheels
 .PHONY: env env-engine env-engine-next env-aiperf env-clients env-envoy env-judges env-guidellm
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -143,12 +145,17 @@ protos: env  ## generate gen/ from protos/
 lock: env  ## resolve the requirements again
 	PATH=$(BIN):$$PATH tools/lock.sh $(VLLM_VERSION) $(MOONCAKE_VERSION)
 
-dist: env  ## dist/: wheel and sdist of pointsman and of its connector, the wheel built from the sdist, checked by twine
+dist: env  ## dist/: wheel and sdist of pointsman and of its connector, the wheel built from the sdist, checked by twine; the Helm chart
 	rm -rf dist
 	$(BIN)/uv build --quiet --no-build-isolation --python $(BIN)/python --out-dir dist .
 	$(BIN)/uv build --quiet --no-build-isolation --python $(BIN)/python --out-dir dist connector
 	rm -rf dist/.gitignore connector/*.egg-info  # with its metadata beside it, engines of the tests would load the connector
 	$(BIN)/twine check --strict dist/*
+	$(MAKE) --no-print-directory chart
+
+chart:  ## the Helm chart as a package: [DIST=dist]
+	mkdir -p $(DIST)
+	tar --sort=name --owner=0 --group=0 --numeric-owner -C deploy/helm -czf $(DIST)/pointsman-$(CHART_VERSION).tgz pointsman
 
 gpu-wheels: env $(if $(PLAN),,dist)  ## for a GPU machine without a network, in parts: PYTHON=3.12 CUDA=13 [OUT=...] [HAVE=FREEZE] [PLAN=1]
 	$(BIN)/python -m tools.gpu_wheels --python "$(WHEELS_PYTHON)" --cuda "$(CUDA)" --vllm $(VLLM_VERSION) --mooncake $(MOONCAKE_VERSION) \

@@ -1,6 +1,6 @@
 """llm-d's flow control with its fairness among programs: the least attained service goes first. Pure.
 
-Source: llm-d-router v0.10.0, ebab6879 (August 2026): program-aware-fairness (strategy `las`) and the utilization-detector, with
+Source: llm-d-router at ebab6879 (August 2026): program-aware-fairness (strategy `las`) and the utilization-detector, with
 their defaults. Flow control is off by default.
 
     saturation = mean over the instances of max(waiting requests / 5, KV usage / 0.8)

@@ -30,7 +30,7 @@ class LlmdAffinity(Policy):
     engine, here by the learned curve. llm-d's own default, 15,928, is that of one model and GPU.
 
     Reasons: `prefix_match` (of the sticky ones), `lpwl` (of all).
-    Source: llm-d-router v0.10.0, ebab6879: prefix-cache-affinity-filter, token-load-scorer and max-score-picker, as llm-d's guide
+    Source: llm-d-router at ebab6879: prefix-cache-affinity-filter, token-load-scorer, max-score-picker, as llm-d's guide
     "optimized baseline" configures them since July 2026 (llm-d #2071); without a configuration the program still has the scores
     of `llmd_default`. A reading of the source: not compared with the program.
     """
