@@ -9,11 +9,15 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import grpc.aio
 import pytest
 from aiohttp import web
+from grpc_health.v1 import _async as async_health
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from pointsman_common.io.channel import SERVER_OPTIONS
 from tests.support.processes.process import free_port
 from tools import check_deploy
 from tools.deploy_checks import service_environment
@@ -78,6 +82,26 @@ async def probe(*arguments: str) -> tuple[int | None, str]:
     return process.returncode, stderr.decode()
 
 
+async def test_grpc_probe() -> None:
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    servicer = async_health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+        assert await probe("grpc", address) == (0, "")
+        await servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert await probe("grpc", address) == (1, f"{address}: NOT_SERVING\n")
+        await servicer.set("part", health_pb2.HealthCheckResponse.SERVING)
+        assert await probe("grpc", address, "part") == (0, "")
+    finally:
+        await server.stop(None)
+    status, reason = await probe("grpc", address)
+    assert status == 1
+    assert "UNAVAILABLE" in reason
+
+
 async def test_the_probe_tells_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in an environment with a proxy, as Docker gives it to containers."""
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
@@ -92,16 +116,16 @@ async def test_the_probe_tells_the_status(monkeypatch: pytest.MonkeyPatch) -> No
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        assert await probe(f"{url}/200") == (0, "")
-        status, reason = await probe(f"{url}/503")
+        assert await probe("http", f"{url}/200") == (0, "")
+        status, reason = await probe("http", f"{url}/503")
         assert status == 1
         assert "503" in reason
     finally:
         await runner.cleanup()
-    assert (await probe(url))[0] == 1
+    assert (await probe("http", url))[0] == 1
 
 
 async def test_probe_says_how_it_is_used() -> None:
-    assert (await probe("127.0.0.1:1"))[0] == 2
-    assert (await probe("http://127.0.0.1:1", "part"))[0] == 2
+    assert (await probe("tcp", "127.0.0.1:1"))[0] == 2
+    assert (await probe("http", "http://127.0.0.1:1", "part"))[0] == 2
     assert (await probe())[0] == 2
