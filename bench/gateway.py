@@ -9,13 +9,13 @@ import os
 import signal
 import tempfile
 import time
-import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 from bench import stack
 from bench.figures import Figure, percentile
 from bench.stack import ServerProcess
+from pointsman_common.io.direct_http import open_directly
 from tests.support.tiny_tokenizer import CHATML, make_tokenizer
 
 STREAMS = 64
@@ -153,12 +153,12 @@ def _left(gateway: int, engine: int) -> float:
 
 def open_requests(port: int) -> float:
     """Return the number of open requests by the gateway's metric."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with open_directly(f"http://127.0.0.1:{port}/metrics", 10) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("pointsman_gateway_open_requests "))
 
 
 def _under_way(port: int) -> float:
     """Return the number of answers that a mock engine has in flight."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/open", timeout=10) as answer:
+    with open_directly(f"http://127.0.0.1:{port}/open", 10) as answer:
         return float(json.loads(answer.read())["open"])

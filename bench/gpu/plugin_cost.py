@@ -27,6 +27,7 @@ from bench.figures import Figure
 from bench.gpu.device import CPU, CUDA, STREAMS, make_shape, memory_used_bytes, site
 from bench.gpu.part import PartRun, run_part
 from bench.gpu.shapes import QWEN3, TINY
+from pointsman_common.io.direct_http import open_directly
 from tests.support.engines.direct_offloads import post, session
 from tests.support.engines.servers import LAYERWISE, Engine, running_engines
 from tests.support.engines.vllm_questions import asking_vllm
@@ -202,7 +203,7 @@ def _tell(engine: Engine, path: str) -> float:
     """POST to the engine; return how long it took, s. Raises urllib.error.HTTPError."""
     began = time.perf_counter()
     request = urllib.request.Request(engine.url + path, b"", method="POST")
-    with urllib.request.urlopen(request, timeout=SLEEP_WITHIN_S) as answer:
+    with open_directly(request, SLEEP_WITHIN_S) as answer:
         answer.read()
     return time.perf_counter() - began
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from pointsman_common.io.direct_http import open_directly
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Fleet:
 
 def get_text(url: str) -> str:
     """Return the text that a URL answers. Raises OSError."""
-    with urllib.request.urlopen(url, timeout=30) as response:
+    with open_directly(url, 30) as response:
         return str(response.read().decode())
 
 

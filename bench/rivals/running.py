@@ -16,6 +16,7 @@ from bench.rivals.contenders import Contender, LaunchContext, Part, part_label
 from bench.rivals.engines import Fleet
 from bench.rivals.environments import NotRunnable
 from bench.rivals.process_cpu import descendants
+from pointsman_common.io.direct_http import open_directly
 from tests.support.processes.process import Process, ProcessFailure, free_port
 
 READY_S = 120.0
@@ -80,7 +81,7 @@ def _answers(url: str, fleet: Fleet, reports_instances: bool) -> bool:
     """Whether a router knows its engines, as far as it tells, and answers a chat of some words."""
     try:
         if reports_instances:
-            with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+            with open_directly(f"{url}/health", 5) as response:
                 health = json.loads(response.read())
             if health.get("status") != "ok" or f'"instances":{len(fleet.engines)},' not in json.dumps(health).replace(
                 " ", ""
@@ -90,7 +91,7 @@ def _answers(url: str, fleet: Fleet, reports_instances: bool) -> bool:
         request = urllib.request.Request(
             f"{url}/v1/chat/completions", json.dumps(chat).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with open_directly(request, 30) as response:
             return bool(response.status == 200)
     except (OSError, ValueError):
         return False

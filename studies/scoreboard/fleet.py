@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.rivals.engines import Fleet, address_of
+from pointsman_common.io.direct_http import open_directly
 from pointsman_lab.workload.tokenizer import TOKENIZER_DIR, ChatTokenizer
 from tests.support.processes.pointsman import flag_words, pointsman_process
 from tests.support.processes.process import free_port
@@ -47,4 +48,4 @@ def reset_caches(fleet: Fleet) -> None:
     """Empty the engines' prefix caches. Raises OSError if an engine refuses."""
     for engine in fleet.engines:
         request = urllib.request.Request(f"{engine.url}/reset_prefix_cache", method="POST")
-        urllib.request.urlopen(request, timeout=30).close()
+        open_directly(request, 30).close()

@@ -29,6 +29,8 @@ from tests.support.processes.redis import redis_answers, redis_command
 from tests.support.repository import REPOSITORY
 
 READY_WITHIN_S = 90.0
+# For outside addresses. Nothing listens there, so what is sent through it to the fleet fails.
+PROXY = {"http_proxy": f"http://127.0.0.1:{free_port()}"}
 # Replacements for the programs that the pages' commands call. They do not check grpcurl's own flags.
 SHIMS = {
     "pointsman": f'PYTHONPATH={REPOSITORY} exec {sys.executable} -m pointsman_cli.main "$@"',
@@ -56,9 +58,8 @@ class Fleet:
 
     def ask(self, *arguments: str, status: int = 0) -> str:
         """What a `pointsman` command prints; its exit status must be `status`."""
-        ended = subprocess.run(
-            pointsman_command(*arguments), capture_output=True, text=True, timeout=60, cwd=REPOSITORY
-        )
+        command, environment = pointsman_command(*arguments), os.environ | PROXY
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY, env=environment)
         assert ended.returncode == status, ended.stdout + ended.stderr
         return ended.stdout
 
@@ -79,8 +80,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     flags += ["--console", console, "--state-dir", str(folder / "agent")]
     flags += [part for url in engines for part in ("--engine", url)]
     log = folder / "decisions.jsonl"
-    logged = {"POINTSMAN_ROUTER_DECISION_LOG_FILE": str(log)}
-    up = Process("up", pointsman_command("up", *flags), folder / "up.log", env=logged, cwd=REPOSITORY)
+    environment = PROXY | {"POINTSMAN_ROUTER_DECISION_LOG_FILE": str(log)}
+    up = Process("up", pointsman_command("up", *flags), folder / "up.log", env=environment, cwd=REPOSITORY)
     started.append(up)
     try:
         for process in started:
@@ -151,6 +152,9 @@ def test_the_doctor_asks_redis_as_the_user_that_the_secrets_are_made_for(tmp_pat
         url = f"redis://pointsman:{(secrets / 'redis-password').read_text()}@127.0.0.1:{port}/0"
         said = redis_finding(url)
         assert (said.level, said.found.partition(", ")[2]) == (Finding.OK, "noeviction")
+        refused = redis_finding(f"redis://pointsman:wrong@127.0.0.1:{port}/0")
+        assert refused.found.startswith("AuthenticationError: it refuses the user or password in redis_url")
+        assert redis_finding(f"redis://127.0.0.1:{port}/0").advice == "give redis_url a user and its password"
     finally:
         server.kill()
 
@@ -311,10 +315,11 @@ def test_an_agent_whose_address_is_taken_says_so(fleet: Fleet, tmp_path: Path) -
 def test_the_doctor_names_an_engine_that_the_agent_beside_it_cannot_reach(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dead, router, agent = (f"127.0.0.1:{free_port()}" for _ in range(3))
+    dead, router, agent, elsewhere = (f"127.0.0.1:{free_port()}" for _ in range(4))
     up = {
         "router": ["--listen", router, "--metrics-listen", ""],
-        "agent": ["--engines", f"http://{dead}", "--routers", router, "--metrics-listen", agent],
+        # It reports to another router: this one would be told of the engine, and tell by itself.
+        "agent": ["--engines", f"http://{dead}", "--routers", elsewhere, "--metrics-listen", agent],
     }
     up["agent"] += ["--state-dir", str(tmp_path / "state")]
     monkeypatch.setattr(doctor, "AGENT", f"http://{agent}")

@@ -268,5 +268,5 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_replay(command: str,
     words = pointsman_command(command, "--out", str(out))
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60, env=os.environ | {"COLUMNS": "500"})
     said = " ".join((ended.stdout + ended.stderr).split())  # a console breaks lines
-    assert said == f"pointsman {command}: {out} cannot be written; --out names another folder"
+    assert said == f"pointsman {command}: {out} cannot be written (Not a directory); --out names another folder"
     assert ended.returncode == (1 if command == "demo" else 2)

@@ -99,6 +99,8 @@ async def test_health_by_http_has_a_status_that_probes_read() -> None:
 
         async with running(startup_wait_s=LONG_S, metrics_listen=listen):
             assert await answered(503)
+            async with http.get(f"http://{listen}/livez") as alive:
+                assert alive.status == 200
         async with running(startup_wait_s=0.2, metrics_listen=listen):
             await eventually(lambda: answered(200), "ready", LONG_S)
 

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 import msgspec
 
 from pointsman_common.io.child_command import pointsman_child
+from pointsman_common.io.direct_http import open_directly
 
 # Timeout for each engine's start and for the gateway to be ready, s, and what is added to the second for each engine.
 START_S, START_S_PER_ENGINE = 180.0, 2.0
@@ -248,7 +248,7 @@ def _wait_for(
     while time.monotonic() < until:
         processes.check()
         try:
-            with urllib.request.urlopen(url, timeout=2) as response:
+            with open_directly(url, 2) as response:
                 last = response.read(4_000).decode(errors="replace")
         except urllib.error.HTTPError as answer:
             last = answer.read(4_000).decode(errors="replace")

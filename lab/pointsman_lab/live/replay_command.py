@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +23,7 @@ from pointsman_common.core.enum_words import word
 from pointsman_common.io.auth import showing
 from pointsman_common.io.router_target import router_of
 from pointsman_common.io.settings import Tokens
+from pointsman_common.io.writable import make_writable
 from pointsman_lab.live.fleet_watch import FleetError, FleetWatcher
 from pointsman_lab.live.latency_breakdown import break_down, parts, rule_of
 from pointsman_lab.live.trace_sender import OnResult, TraceSender
@@ -160,10 +160,11 @@ class ReplayProgress:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise ReplayError if the folder of a bundle cannot be written or made: before a replay, which may take long."""
-    there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ReplayError(f"{folder} cannot be written; --out names another folder")
+    """Make the folder of a bundle, before a replay, which may take long. Raises ReplayError if it cannot be made or written."""
+    try:
+        make_writable(folder)
+    except OSError as error:
+        raise ReplayError(f"{folder} cannot be written ({error.strerror}); --out names another folder") from None
 
 
 def save(settings: ReplaySettings, replayed: ReplayResult) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import json
 import ssl
 import time
 import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -24,6 +23,7 @@ from pointsman_cli.instance_commands import engine_count, order_words, orders_of
 from pointsman_cli.router_call import ask, dial, sentence
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_common.core.vllm_versions import standing
+from pointsman_common.io.direct_http import open_directly
 
 # Base URL of the agent of `pointsman up`.
 AGENT = "http://127.0.0.1:9101"
@@ -431,7 +431,7 @@ def _engine(instance: agent_pb2.Instance, access: EngineAccess) -> Iterator[Find
 def _agent(agent: str) -> Iterator[Finding]:
     name = f"agent {agent}"
     try:
-        with urllib.request.urlopen(f"{agent}/health", timeout=TIMEOUT_S) as answer:
+        with open_directly(f"{agent}/health", TIMEOUT_S) as answer:
             engines = json.load(answer)["engines"]
     except OSError as error:
         yield Finding(Finding.FAIL, name, reason_of_request(error), "check that it runs, with metrics_listen")

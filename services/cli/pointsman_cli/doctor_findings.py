@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pointsman.agent.v1 import agent_pb2
+from pointsman_common.io.direct_http import open_directly
 
 # Timeout of a call or an HTTP request, s.
 TIMEOUT_S = 10.0
@@ -85,5 +86,5 @@ def complete(
     headers = {"Content-Type": "application/json", **access.headers(instance)}
     payload = json.dumps({"model": instance.model, **body}).encode()
     request = urllib.request.Request(f"{instance.url}/v1/completions", data=payload, headers=headers)
-    with urllib.request.urlopen(request, timeout=timeout_s, context=access.tls) as answer:
+    with open_directly(request, timeout_s, access.tls) as answer:
         return json.load(answer), skew(answer.headers.get("Date"))

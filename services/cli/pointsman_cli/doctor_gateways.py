@@ -6,7 +6,6 @@ import ipaddress
 import json
 import ssl
 import urllib.error
-import urllib.request
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 from pointsman.router.v1 import fleet_pb2
 from pointsman_cli.doctor_findings import TIMEOUT_S, Finding, clock, reason_of_request, skew
 from pointsman_common.core.addresses import address_of_url, parse_address
+from pointsman_common.io.direct_http import open_directly
 from pointsman_common.io.tls import TlsSettings, client_context
 
 # Base URL of the gateway of `pointsman up`.
@@ -133,7 +133,7 @@ def _health(url: str, name: str, trusted: ssl.SSLContext) -> Iterator[Finding]:
     try:
         answer: Any
         try:
-            answer = urllib.request.urlopen(f"{url}/health", timeout=TIMEOUT_S, context=trusted)
+            answer = open_directly(f"{url}/health", TIMEOUT_S, trusted)
         except urllib.error.HTTPError as error:
             answer = error
         with answer:

@@ -7,7 +7,6 @@ import json
 import random
 import secrets
 import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pointsman.agent.v1 import agent_pb2
 from pointsman_cli.doctor_findings import TIMEOUT_S, EngineAccess, Finding, complete
 from pointsman_common.core.engine_identity import Use, compatible
 from pointsman_common.core.kv_transfer_params import mooncake_fetch, mooncake_send, nixl_send
+from pointsman_common.io.direct_http import open_directly
 from pointsman_router.core.instances.kv_refusals import refused_senders
 from pointsman_router.io.convert import instance_and_load_messages
 
@@ -62,7 +62,7 @@ def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
             continue
         if kv.protocol == agent_pb2.KV_PROTOCOL_MOONCAKE and kv.role != agent_pb2.KV_ROLE_CONSUMER:
             try:
-                with urllib.request.urlopen(f"{kv.bootstrap_url}/query", timeout=TIMEOUT_S):
+                with open_directly(f"{kv.bootstrap_url}/query", TIMEOUT_S):
                     pass
             except OSError as error:
                 yield Finding(
@@ -168,7 +168,7 @@ def _offloaded(
         return complete(target, question | {"kv_transfer_params": params}, access, ANSWER_S)[0]
     bootstrap, transfer_id = source.kv_transfer.bootstrap_url, secrets.token_hex(16)
     rank = source.data_parallel_rank if source.HasField("data_parallel_rank") else 0
-    with urllib.request.urlopen(f"{bootstrap}/query", timeout=TIMEOUT_S) as answer:
+    with open_directly(f"{bootstrap}/query", TIMEOUT_S) as answer:
         engine_id = json.load(answer)[str(rank)]["engine_id"]
     prefill["kv_transfer_params"] = mooncake_send(transfer_id)
     question["kv_transfer_params"] = mooncake_fetch(transfer_id, engine_id, bootstrap)

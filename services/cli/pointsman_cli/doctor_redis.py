@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from pointsman_cli.doctor_findings import TIMEOUT_S, Finding
 from pointsman_common.core.addresses import Address
+from pointsman_common.io.redis_failures import redis_reason
 from pointsman_common.io.settings import split_urls
 
 
@@ -61,7 +62,7 @@ def _sentinel_finding(url: str, name: str) -> tuple[str, Finding]:
             state = client.sentinel_masters().get(name)
     except redis.RedisError as error:
         advice = "check it, and its address, user, password and TLS in redis_sentinels"
-        return "", Finding(Finding.WARN, check, f"{type(error).__name__}: {error}", advice)
+        return "", Finding(Finding.WARN, check, redis_reason(error), advice)
     if state is None:
         return "", Finding(Finding.WARN, check, f"watches no master {name}", "set redis_master to the name in its file")
     master = str(Address(state["ip"], state["port"]))
@@ -82,11 +83,14 @@ def redis_finding(url: str) -> Finding:
             # Not read with CONFIG, because the user of make-secrets.sh is not an administrator.
             policy = client.info("memory")["maxmemory_policy"]
     except redis.exceptions.NoPermissionError:
+        if not urlsplit(url).username:
+            found = "answers, but lets nobody do anything without a user"
+            return Finding(Finding.FAIL, check, found, "give redis_url a user and its password")
         return Finding(
             Finding.WARN, check, "answers, but its user may not run INFO", "add +info to check maxmemory-policy"
         )
     except redis.RedisError as error:
-        return Finding(Finding.FAIL, check, f"{type(error).__name__}: {error}", "routers that use it place degraded")
+        return Finding(Finding.FAIL, check, redis_reason(error), "routers that use it place degraded")
     if policy != "noeviction":
         return Finding(Finding.WARN, check, f"{version}, maxmemory-policy {policy}", "set maxmemory-policy noeviction")
     return Finding(Finding.OK, check, f"{version}, {policy}")

@@ -47,6 +47,7 @@ from pointsman_cli.instance_commands import (
 from pointsman_cli.policy_commands import set_policy, verify, what_if
 from pointsman_cli.router_call import DEFAULT_ROUTER, UNUSABLE, fail, no_answer, url_of
 from pointsman_common.core.enum_words import values, word
+from pointsman_common.io.direct_http import open_directly
 from pointsman_common.io.tls import client_context
 from pointsman_router.core.placement_types import LIGHT_NEW_TOKENS
 from pointsman_router.core.policy.auto import Auto
@@ -489,7 +490,7 @@ def _http(url: str, body: bytes | None = None, headers: dict[str, str] | None = 
     if key := os.environ.get(API_KEY):
         request.add_header("Authorization", f"Bearer {key}")
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        with open_directly(request, TIMEOUT_S) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         fail(f"{url} answered {error.code}: {error.read(1_000).decode(errors='replace')}")

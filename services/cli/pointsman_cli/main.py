@@ -21,6 +21,15 @@ class _Commands(typer.core.TyperGroup):
     """The group of all commands, which registers a command when it has been found on the command line, wherever it stands there.
     Otherwise only the commands' lines are needed."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Parse what stands before the command. Ends the program for a flag of the command."""
+        own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
+        if args and args[0].startswith("-") and args[0].partition("=")[0] not in {*own, "--"}:
+            ctx.fail(
+                f"{args[0]} is no flag of pointsman; a command's flags follow it, as in: pointsman COMMAND {args[0]}"
+            )
+        return super().parse_args(ctx, args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command whose name is the first of `args`."""
         if args[0] in COMMANDS:

@@ -13,25 +13,10 @@ from pointsman.router.v1 import fleet_pb2_grpc
 from pointsman_common.io import router_target
 from pointsman_common.io.auth import bearer
 from pointsman_common.io.channel import open_blocking_channel
+from pointsman_common.io.router_failures import NOTHING_LISTENS, meaning
 from pointsman_common.io.settings import Tokens
 
 DEFAULT_ROUTER = "127.0.0.1:50051"
-_NOTHING = "nothing listens there"
-# What gRPC's details of UNAVAILABLE contain -> what that means.
-_UNREACHED = (
-    ("Connection refused", _NOTHING),
-    ("Domain name not found", "its host name is unknown"),
-    ("errors resolving", "its host name is unknown"),
-    (
-        "Failed parsing HTTP/2",
-        "what listens there is no router: HOST:PORT of its gRPC services is needed, by default port 50051",
-    ),
-    ("No route to host", "there is no route to its host"),
-    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not trusted: set POINTSMAN_TLS_CA"),
-    ("SSL", "its TLS does not fit: see POINTSMAN_TLS_*"),
-    ("Socket closed", "it closes the connection; if it has TLS, set POINTSMAN_TLS_CA"),
-    ("connection attempt timed out", "its host does not answer"),
-)
 UNUSABLE = 2  # Exit status for settings that cannot be used; typer uses the same.
 
 T = TypeVar("T")
@@ -85,23 +70,13 @@ def credentials() -> tuple[tuple[str, str], ...]:
 def no_answer(router: str, error: grpc.RpcError) -> NoReturn:
     """End the program with status 1 and a gRPC error as one sentence, with what to do if there is no router."""
     said = sentence(error)
-    remedy = ": start it, or name another one with --router HOST:PORT" if said.endswith(_NOTHING) else ""
+    remedy = ": start it, or name another one with --router HOST:PORT" if said.endswith(NOTHING_LISTENS) else ""
     fail(f"router {router} {said}{remedy}")
 
 
 def sentence(error: grpc.RpcError) -> str:
     """Return what a gRPC error says of a router, as the end of a sentence that begins with its address."""
-    code, details = error.code(), error.details() or ""
-    if code is grpc.StatusCode.UNAVAILABLE:
-        meaning = next((meaning for words, meaning in _UNREACHED if words in details), details)
-        return f"cannot be reached: {meaning}"
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return "does not answer in time"
-    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        return (
-            f"refuses this ({details}): set POINTSMAN_OPERATOR_TOKEN, POINTSMAN_OBSERVER_TOKEN or POINTSMAN_TOKEN_DIR"
-        )
-    return f"answers {code.name}: {details}"
+    return meaning(error.code(), error.details() or "", "operator", "observer")
 
 
 def router_of(text: str) -> str:
@@ -113,8 +88,8 @@ def router_of(text: str) -> str:
 
 
 def url_of(text: str) -> str:
-    """Return a base URL from what a user gives: a URL or HOST:PORT."""
-    return (text if "://" in text else f"http://{text}").rstrip("/")
+    """Return a base URL from what a user gives: a URL, as clients have it with /v1, too, or HOST:PORT."""
+    return (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
 
 
 def fail(message: str, status: int = 1) -> NoReturn:

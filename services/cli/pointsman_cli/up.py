@@ -8,10 +8,8 @@ import re
 import signal
 import ssl
 import subprocess
-import tempfile
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,6 +33,7 @@ from pointsman_cli.local_engines import find_engines
 from pointsman_cli.router_call import DEFAULT_ROUTER
 from pointsman_common.core.addresses import address_of_url, parse_address
 from pointsman_common.io.child_command import pointsman_child
+from pointsman_common.io.direct_http import open_directly
 from pointsman_common.io.listen_errors import reason_of
 from pointsman_common.io.listening import bound_socket
 from pointsman_common.io.settings import (
@@ -49,6 +48,7 @@ from pointsman_common.io.settings import (
     unreadable_field,
 )
 from pointsman_common.io.tls import TlsSettings
+from pointsman_common.io.writable import make_writable
 from pointsman_gateway.io.settings import GatewaySettings
 from pointsman_router.core.policy.registry import DEFAULT_POLICY
 from pointsman_router.io.settings import RouterSettings
@@ -208,9 +208,7 @@ def check(settings: UpSettings) -> None:
         if place.startswith(("/", ".", "~")) and not os.access(Path(place) / "tokenizer.json", os.R_OK):
             raise InvalidSetting(settings, "tokenizer", f"{model}: {place} has no tokenizer.json that can be read")
     try:
-        settings.state_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=settings.state_dir):
-            pass
+        make_writable(settings.state_dir)
     except OSError as error:
         reason = f"{settings.state_dir} cannot be written: {error.strerror}"
         raise InvalidSetting(settings, "state_dir", reason) from None
@@ -316,7 +314,7 @@ def _get(url: str) -> tuple[int, bytes]:
     # The gateway's certificate is for its clients' name of it.
     context = ssl._create_unverified_context() if url.startswith("https") else None
     try:
-        with urllib.request.urlopen(url, timeout=ANSWER_S, context=context) as answer:
+        with open_directly(url, ANSWER_S, context) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read(100_000)

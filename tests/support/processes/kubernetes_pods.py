@@ -31,9 +31,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from tests.support import leaks
 from tests.support.engines.cpu_program import vllm_program
 from tests.support.engines.servers import ENGINE_PYTHON
@@ -71,7 +68,6 @@ class Cluster:
         bin_folder = self.folder / "bin"
         bin_folder.mkdir(parents=True)
         self.redis_port = free_port()
-        probe = f'exec {sys.executable} {check_deploy.DEPLOY / "docker/probe.py"} "$@"'
         server, client = (
             shutil.which(name, path="/usr/bin:/usr/local/bin:/opt/homebrew/bin") or BIN / name
             for name in ("redis-server", "redis-cli")
@@ -79,7 +75,6 @@ class Cluster:
         here = f" --bind 127.0.0.1 --port {self.redis_port}" if self.network is None else ""
         port = f" -p {self.redis_port}" if self.network is None else ""
         programs = {
-            "pointsman-probe": f"#!/bin/sh\n{probe}\n",
             "redis-server": f'#!/bin/sh\nexec {server} "$@"{here}\n',
             # The client of the tests is too old for -e, which makes an error reply a failure.
             "redis-cli": f'#!/bin/sh\n[ "$1" != -e ] || shift\nexec {client}{port} "$@"\n',
@@ -269,16 +264,6 @@ class Pod:
         network = self.cluster.network
         if network is None or "exec" in probe:
             return self._probe(container, probe)
-        if "grpc" in probe:
-            # A client of gRPC makes its sockets in threads of its own, so it is run by the program of the image.
-            asked = [
-                f"{self.address}:{self.port(probe['grpc']['port'])}",
-                *filter(None, [probe["grpc"].get("service")]),
-            ]
-            words = network.command("", ["pointsman-probe", "grpc", *asked], self.cluster.folder)
-            return (
-                subprocess.run(words, env=self.environment(container), capture_output=True, check=False).returncode == 0
-            )
         return network.inside("", lambda: self._probe(container, probe))
 
     def _probe(self, container: Object, probe: Object) -> bool:
@@ -291,14 +276,6 @@ class Pod:
         if "tcpSocket" in probe:
             with socket.socket() as tried:
                 return tried.connect_ex((self.address, self.port(probe["tcpSocket"]["port"]))) == 0
-        if "grpc" in probe:
-            asked = health_pb2.HealthCheckRequest(service=probe["grpc"].get("service", ""))
-            with grpc.insecure_channel(f"127.0.0.1:{self.port(probe['grpc']['port'])}") as channel:
-                try:
-                    answer = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=PROBE_S)
-                except grpc.RpcError:
-                    return False
-            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
         return self._execute(container, probe["exec"]["command"]) == 0
 
     def delete(self) -> dict[str, int]:

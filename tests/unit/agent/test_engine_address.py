@@ -80,6 +80,8 @@ def test_addresses_that_are_none(text: str) -> None:
     [
         ("localhost:8000", "write http://HOST:PORT or https://HOST:PORT"),
         ("http://h?evnts=tcp://a:1", "the unknown option evnts .known: advertise, bootstrap, events, "),
+        ("http://h:1,http://h:2", "several are separated by blanks, not by commas"),
+        ("http://h:x", "the port must be a number"),
         ("http://h?kv", "options are NAME=VALUE with & between, not 'kv'"),
         ("http://h?gpus=all", "gpus are indices of devices with commas between, such as 0,1, not 'all'"),
     ],

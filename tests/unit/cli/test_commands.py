@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from pointsman_cli import extras, installed_policies, main
 from pointsman_lab.rival_policies.registry import POLICIES as WITH_RIVALS
@@ -81,6 +82,14 @@ def test_a_shell_completes_commands_and_options() -> None:
 
 def test_a_command_after_the_end_of_options_runs() -> None:
     assert said("--", "policies", "unified") == said("policies", "unified") != ""
+
+
+@pytest.mark.parametrize("flag", ["--router", "--router=r:1", "-v"])
+def test_a_flag_before_its_command_is_told_where_it_stands(flag: str) -> None:
+    done = CliRunner().invoke(main.app, [flag, "instances"])
+    assert done.exit_code == 2
+    said = " ".join(done.output.replace("│", "").split())
+    assert f"{flag} is no flag of pointsman; a command's flags follow it, as in: pointsman COMMAND {flag}" in said
 
 
 @pytest.mark.parametrize("name", main.MOVED)

@@ -72,7 +72,8 @@ def test_every_command_takes_the_same_forms(command: list[str], tmp_path: Path) 
 
 
 def test_a_gateway_is_a_url_or_an_address() -> None:
-    assert [url_of("127.0.0.1:8080"), url_of("https://g/")] == ["http://127.0.0.1:8080", "https://g"]
+    given = ["127.0.0.1:8080", "https://g/", "https://g/v1", "https://g/proxied/v1/"]
+    assert list(map(url_of, given)) == ["http://127.0.0.1:8080", "https://g", "https://g", "https://g/proxied"]
 
 
 @pytest.mark.parametrize("listens", [False, True])

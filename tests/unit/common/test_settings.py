@@ -7,11 +7,19 @@ from typing import ClassVar, Self
 
 import pytest
 import typer
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, TypeAdapter, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from typer.testing import CliRunner, Result
 
-from pointsman_common.io.settings import Entries, InvalidSetting, Tokens, add_settings_command, reason_with_setting
+from pointsman_common.io.settings import (
+    Entries,
+    InvalidSetting,
+    Pairs,
+    Targets,
+    Tokens,
+    add_settings_command,
+    reason_with_setting,
+)
 from pointsman_common.io.tls import TlsSettings
 
 
@@ -203,6 +211,22 @@ def test_a_value_that_only_the_command_refuses_is_told_in_the_same_way(
     add_settings_command(app, "track", TrackSettings, run, help_="Lay a track.")
     done = CliRunner().invoke(app, words)
     assert (done.exit_code, done.output) == (2, f"pointsman track: {named}: is taken\n")
+
+
+def test_a_value_without_its_flag_is_told(line: Line) -> None:
+    done = line("0.0.0.0:2", "--wait-s", "2")
+    assert done.exit_code == 2
+    assert "'0.0.0.0:2' stands behind no flag; a value follows its flag, as in --listen VALUE" in " ".join(
+        done.output.replace("│", "").split()
+    )
+    assert line.ran == []
+
+
+def test_a_list_with_commas_is_told_how_lists_are_written() -> None:
+    assert TypeAdapter(Pairs).validate_python("a=/x,y b=/z") == ["a=/x,y", "b=/z"]
+    for kind, given in ((Targets, "a:1,b:2"), (Targets, "a:1, b:2"), (Pairs, "a=/x,b=/z")):
+        with pytest.raises(ValidationError, match="several are separated by blanks, not by commas"):
+            TypeAdapter(kind).validate_python(given)
 
 
 def test_help_names_every_field_and_its_default(line: Line) -> None:

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from pointsman_common.io.channel import SERVER_OPTIONS
+from tests.support.processes.process import free_port
 from tools import check_deploy
 from tools.deploy_checks import service_environment
 
@@ -101,7 +102,10 @@ async def test_grpc_probe() -> None:
     assert "UNAVAILABLE" in reason
 
 
-async def test_http_probe() -> None:
+async def test_the_probe_tells_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in an environment with a proxy, as Docker gives it to containers."""
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+
     async def answer(request: web.Request) -> web.Response:
         return web.Response(status=int(request.match_info["status"]))
 

@@ -434,7 +434,7 @@ def listen_elsewhere(objects: Objects) -> None:
 
 
 def probe_wrong_port(objects: Objects) -> None:
-    pod(objects, "StatefulSet", "router")["containers"][0]["readinessProbe"]["grpc"]["port"] = 50050
+    pod(objects, "StatefulSet", "router")["containers"][0]["readinessProbe"]["httpGet"]["port"] = 50050
 
 
 def use_undefined_variable(objects: Objects) -> None:

@@ -36,7 +36,7 @@ class Page:
             (sample.name.removeprefix("pointsman_gateway_"), sample.labels["model"]): sample.value
             for family in families
             for sample in family.samples
-            if "model" in sample.labels and not sample.name.endswith("_created")
+            if "model" in sample.labels
         }
 
     def models(self) -> set[str]:

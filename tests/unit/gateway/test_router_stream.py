@@ -47,8 +47,9 @@ async def test_a_router_that_may_be_starting_is_no_warning(startup_s: float, mon
         session.start()
         await eventually(lambda: len(attempts) > 2, "it has dialled three times")
         await session.close(0.0)
-    said = [entry["event"] for entry in logs if entry["log_level"] == "warning"]
-    assert said == ([] if startup_s else ["no session with the router"])
+    said = [(entry["event"], entry["reason"]) for entry in logs if entry["log_level"] == "warning"]
+    reason = "cannot be reached: nothing listens there"
+    assert said == ([] if startup_s else [("no session with the router", reason)])
 
 
 async def test_a_router_whose_name_is_looked_up_slowly_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,8 +72,8 @@ async def test_others_have_their_turns_while_the_metrics_of_many_tenants_are_mer
     page = await processes[0].page()
     task.cancel()
     assert page.count(b'many_total{tenant="t') == page.count(b"} 2.0\n") == 2_000
-    # Two processes tell 4,000 samples each, which are read, merged and written a hundred at a time.
-    assert turns >= 5 * 4_000 / 100
+    # Two processes tell 2,000 samples each, which are read and merged a hundred at a time.
+    assert turns >= 2 * 2 * 2_000 / 100
     for process in processes:
         await process.close()
 
@@ -95,7 +95,7 @@ async def test_tenants_numbers_are_added_series_by_series_in_pieces_of_few() -> 
         (sample.name, sample.labels["tenant"]): sample.value
         for family in text_string_to_metric_families(page)
         for sample in family.samples
-        if "tenant" in sample.labels and not sample.name.endswith("_created")
+        if "tenant" in sample.labels
     }
     assert len(found) == 4 * 1_000
     for number in (0, 99, 100, 350, 999):

@@ -15,6 +15,8 @@ from pointsman_router.io.console.console import MAX_VIEWERS
 from pointsman_router.io.router import Router
 from pointsman_router.io.settings import RouterSettings
 
+NO_SETTINGS = "policy sticky has no such setting; it has none"
+
 
 def test_policy_settings_are_json_in_a_flag_and_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {"decider": "heuristic", "heavy_new_tokens": 500}
@@ -56,7 +58,8 @@ def test_a_password_of_redis_may_have_a_comma() -> None:
     ("given", "field", "message"),
     [
         ({"policy": "dynamo_kv"}, "policy", "policy 'dynamo_kv' belongs to the lab, which is not installed: pointsman[lab]"),
-        ({"policy": "sticky", "policy_settings": {"x": 1}}, "policy_settings", "x: policy sticky has no such setting"),
+        ({"policy": "sticky", "policy_settings": {"x": 1}}, "policy_settings", f"x: {NO_SETTINGS}"),
+        ({"policy": "sticky:x=1"}, "policy", f"x: {NO_SETTINGS}"),
     ],
 )  # fmt: skip
 def test_a_policy_that_cannot_be_made_is_told_by_the_setting(given: dict[str, Any], field: str, message: str) -> None:

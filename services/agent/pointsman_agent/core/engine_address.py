@@ -67,6 +67,8 @@ class EngineAddress:
 
 def parse_engine_address(text: str) -> EngineAddress:
     """Parse an engine's URL and options. Raises ValueError with the reason if they are invalid."""
+    if ",http" in text:
+        raise ValueError(f"not an engine URL: {text!r}; several are separated by blanks, not by commas")
     parts = urlsplit(text)
     url = _base(text, urlunsplit((parts.scheme, parts.netloc, parts.path, "", "")))
     try:
@@ -128,5 +130,8 @@ def _base(text: str, url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"not an engine URL: {text!r}; write http://HOST:PORT or https://HOST:PORT")
-    parts.port  # noqa: B018 - raises ValueError for an invalid port
+    try:
+        parts.port  # noqa: B018 - it is read when it is asked for
+    except ValueError:
+        raise ValueError(f"not an engine URL: {text!r}; the port must be a number up to 65535") from None
     return url.rstrip("/")

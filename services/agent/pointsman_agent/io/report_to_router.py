@@ -18,6 +18,7 @@ from pointsman_agent.core.cached_blocks import CachedBlocks
 from pointsman_agent.core.report_protocol import ProtocolError, ReportProtocol
 from pointsman_common.io.auth import CallMetadata
 from pointsman_common.io.channel import ReloadingChannel
+from pointsman_common.io.router_failures import meaning
 
 log = structlog.get_logger()
 
@@ -27,6 +28,8 @@ WELCOME_S = 10.0
 GOODBYE_S = 1.0
 # Maximum duration of `stop`, s. A router that no longer reads must not block it.
 STOP_S = 3.0
+# Time in which a router that cannot be reached may be starting, s.
+STARTUP_S = 10.0
 # Backoff after a stream that the router welcomed, s. Each stream without a welcome doubles the backoff.
 FIRST_RETRY_S = 0.1
 # Maximum backoff unless the router refuses the instance, s.
@@ -94,6 +97,10 @@ class Reporter:
         self._machine: ReportProtocol | None = None
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
+        # Since when the router may be starting: the start of this, or the router's announced stop.
+        self._may_start_since = time.monotonic()
+        # Whether it is logged that no stream is welcomed.
+        self._told_unreached = False
         self._goodbye = ""
         self._again = False
         self._log = log.bind(instance=instance.instance_id, router=router)
@@ -161,14 +168,22 @@ class Reporter:
             self._log.warning("the report to a router has ended", code=code.name, reason=details)
             return FIRST_RETRY_S
         if (refused_s := _REFUSED_FOR.get(code)) is not None:
-            if details != self.refusal:
-                self._log.error("a router refuses the report", code=code.name, reason=details)
-            self.refusal = details or code.name
+            reason = details or code.name
+            if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+                reason = meaning(code, reason, "agent")
+            if reason != self.refusal:
+                self._log.error("a router refuses the report", code=code.name, reason=reason)
+            self.refusal = reason
             return refused_s
-        level = self._log.warning if self.connected else self._log.debug
         if details == STOPS:
-            level = self._log.info
-        level("the report stream broke", code=code.name, reason=details)
+            self._may_start_since = time.monotonic()
+            self._log.info("the report stream broke", code=code.name, reason=details)
+        elif self.connected:
+            self._told_unreached = True
+            self._log.warning("the report stream broke", code=code.name, reason=details)
+        elif not self._told_unreached and time.monotonic() - self._may_start_since >= STARTUP_S:
+            self._told_unreached = True
+            self._log.warning("a router does not take the report", reason=meaning(code, details or "", "agent"))
         return FIRST_RETRY_S if self.connected else slower_s
 
     async def _stream(self, call: Call) -> None:
@@ -226,6 +241,7 @@ class Reporter:
                 machine.received(response, time.monotonic())
                 if response.HasField("welcome"):
                     self.connected = True
+                    self._told_unreached = False
                     self.refusal = ""
                     self._log.info(
                         "a router accepts the report", router_id=response.welcome.router_id, snapshots=machine.snapshots

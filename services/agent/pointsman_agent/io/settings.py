@@ -64,8 +64,8 @@ class AgentSettings(BaseSettings):
     @classmethod
     def _engines_parse(cls, value: list[str]) -> list[str]:
         addresses = [parse_engine_address(text).instance_id(None) for text in value]
-        if len(set(addresses)) < len(addresses):
-            raise ValueError("two engines have the same advertised address")
+        if twice := [address for address in addresses if addresses.count(address) > 1]:
+            raise ValueError(f"two engines have the address {twice[0]}: give each once, or its own ?advertise=URL")
         return value
 
     @field_validator("engine_services")

@@ -40,9 +40,15 @@ def _entries(value: object) -> object:
     return [entry for text in texts for entry in text.split()]
 
 
+# How lists are written, for messages about one that is not.
+SEPARATED = "several are separated by blanks, not by commas"
+
+
 def _pairs(value: list[str]) -> list[str]:
     if not all(all(entry.partition("=")[::2]) for entry in value):
         raise ValueError("each entry is MODEL=PATH, MODEL=HUB_ID or, for an alias, NAME=MODEL")
+    if joined := [entry for entry in value if re.search(",[^,=]+=", entry)]:
+        raise ValueError(f"{joined[0]!r}: {SEPARATED}")
     return value
 
 
@@ -53,8 +59,11 @@ def _host_port(value: str) -> str:
 
 def _targets(value: list[str]) -> list[str]:
     for target in value:
-        # gRPC also takes a resolver's name: dns:///HOST:PORT.
-        parse_address(target.rpartition("/")[2])
+        try:
+            # gRPC also takes a resolver's name: dns:///HOST:PORT.
+            parse_address(target.rpartition("/")[2])
+        except ValueError as error:
+            raise ValueError(f"{error}; {SEPARATED}" if "," in target else str(error)) from None
     return value
 
 
@@ -233,11 +242,21 @@ def add_settings_command(
     command.__annotations__ = flags
     variable = f"{_flag(settings, example)} may be given as {_variable(settings, example)}" if example else ""
     epilog = f"Each flag has a variable: {variable}." if variable else None
-    app.command(name, cls=_PlainHelp, help=help_, epilog=epilog)(command)
+    app.command(name, cls=_OfFlags, help=help_, epilog=epilog)(command)
 
 
-class _PlainHelp(typer.core.TyperCommand):
-    """A command whose help has whole names of flags on a terminal of any width. rich's tables cut them."""
+class _OfFlags(typer.core.TyperCommand):
+    """A command whose help has whole names of flags on a terminal of any width, which rich's tables cut, and which says where the
+    value of a flag stands."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line. Ends the program for a value without its flag."""
+        ctx.allow_extra_args = True
+        left = super().parse_args(ctx, args)
+        if left:
+            flag = next((option.opts[0] for option in self.params if option.param_type_name == "option"), "")
+            ctx.fail(f"{left[0]!r} stands behind no flag; a value follows its flag, as in {flag} VALUE")
+        return left
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help without rich."""

@@ -147,8 +147,11 @@ class RouterServer:
             answer = {"router_id": self.settings.router_id, "ready": ready}
             return web.json_response(answer, status=200 if ready else 503)
 
+        async def livez(_: web.Request) -> web.Response:
+            return web.json_response({"router_id": self.settings.router_id})
+
         app = web.Application()
-        app.add_routes([web.get("/metrics", metrics), web.get("/health", healthy)])
+        app.add_routes([web.get("/metrics", metrics), web.get("/health", healthy), web.get("/livez", livez)])
         self._web = web.AppRunner(app, access_log=None)
         await self._web.setup()
         with listening(self.settings, "metrics_listen"):

@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pointsman_common.io.settings import HostPort, InvalidSetting, OptionalHostPort, OtlpEndpoint, split_urls
 from pointsman_router.core.policy.base import Policy, SettingError
-from pointsman_router.core.policy.registry import DEFAULT_POLICY, Policies, make_policy
+from pointsman_router.core.policy.registry import DEFAULT_POLICY, Policies, make_policy, place_of
 from pointsman_router.core.router_state import StateSettings
 from pointsman_router.io.store.redis_address import RedisAddress
 
@@ -45,7 +45,7 @@ class RouterSettings(BaseSettings):
         "", description="HOST:PORT at which gateways reach this replica; empty: from `listen`"
     )
     metrics_listen: OptionalHostPort = Field(
-        "127.0.0.1:9100", description="HOST:PORT of /metrics and /health; empty: none"
+        "127.0.0.1:9100", description="HOST:PORT of /metrics, /health and /livez; empty: none"
     )
     console_listen: OptionalHostPort = Field("", description="HOST:PORT of the console, a web page; empty: none")
     console_advertise: str = Field(
@@ -226,7 +226,7 @@ class RouterSettings(BaseSettings):
         try:
             return make_policy(self.policy, self.policy_settings, policies)
         except SettingError as error:
-            field = "policy" if error.field == "name" else "policy_settings"
+            field = place_of(error, self.policy_settings, "policy", "policy_settings")
             raise InvalidSetting(self, field, error.sentence) from None
 
     @property

@@ -20,6 +20,7 @@ from pointsman_lab.simulation.config import SimulationConfig
 from pointsman_lab.simulation.counterfactual import ObservedRequest, PairedFleets, PlacementTotals, RequestPair
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.policy.base import SettingError
+from pointsman_router.core.policy.registry import place_of
 from pointsman_router.io.telemetry.decision_log import DecisionLog
 from pointsman_shadow.io.settings import ModelSettings
 
@@ -48,7 +49,7 @@ class PlacementComparison:
                 make_policy(getattr(settings, field), values)
             except SettingError as error:
                 raise InvalidSetting(
-                    settings, field if error.field == "name" else "policy_settings", error.sentence
+                    settings, place_of(error, values, field, "policy_settings"), error.sentence
                 ) from None
         self._settings = settings
         self._profile = load_profile(settings.profile) if settings.profile else Profile()

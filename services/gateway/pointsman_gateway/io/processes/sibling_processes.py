@@ -94,8 +94,8 @@ async def snapshot(registry: CollectorRegistry) -> list[bytes]:
 
 
 async def merged(snapshots: list[list[bytes]]) -> bytes:
-    """Return the metrics of several processes as one page. Values are summed; metrics of _LEAST and creation times take the
-    minimum. The event loop runs other tasks between two pieces of it."""
+    """Return the metrics of several processes as one page. Values are summed; metrics of _LEAST take the minimum. The event loop
+    runs other tasks between two pieces of it."""
     heads: dict[str, str] = {}
     values: dict[str, dict[str, float]] = {}
     for of_process in snapshots:
@@ -103,7 +103,7 @@ async def merged(snapshots: list[list[bytes]]) -> bytes:
             piece = _DECODER.decode(data)
             heads.setdefault(piece.name, piece.head)
             of_family = values.setdefault(piece.name, {})
-            least = piece.name in _LEAST or piece.name.endswith("_created")
+            least = piece.name in _LEAST
             for series, value in piece.series:
                 before = of_family.get(series)
                 of_family[series] = value if before is None else min(before, value) if least else before + value

@@ -72,6 +72,8 @@ class ModelPools:
         self._names: dict[str, tuple[str, str]] = {}  # any name -> (pool, LoRA adapter or "")
         # Any name of a pool that has left the fleet -> until when it is expected back.
         self._left: dict[str, float] = {}
+        # Models whose tokenizers are given and that the fleet is told not to have.
+        self._unknown: set[str] = set()
 
     def update(self, pools: Sequence[placement_pb2.Pool]) -> None:
         """Set the pools of the fleet, and check new instances in the background. Mutates."""
@@ -86,6 +88,13 @@ class ModelPools:
         self._left |= {name: until for name, (pool, _) in self._names.items() if pool in gone}
         self._left = {name: left for name, left in self._left.items() if name not in names and left > time.monotonic()}
         self._names = names
+        # A fleet without any model may be starting.
+        unknown = set(self._tokenizers) - names.keys() if names else set()
+        if unknown - self._unknown:
+            log.warning(
+                "no engine serves a model whose tokenizer is given", given=sorted(unknown), served=sorted(names)
+            )
+        self._unknown |= unknown
         for pool in pools:
             state = self._states.setdefault(pool.model, PoolState(pool))
             state.pool = pool

@@ -18,6 +18,7 @@ from pointsman_common.io.auth import CallMetadata
 from pointsman_common.io.batch_queue import BatchQueue
 from pointsman_common.io.channel import END_OF_STREAM
 from pointsman_common.io.local_calls import LocalChannel
+from pointsman_common.io.router_failures import meaning
 from pointsman_gateway.core.known_fleet import OutOfStep
 
 log = structlog.get_logger()
@@ -111,7 +112,7 @@ class RouterSession:
                 reason = "the stream ended"
             except grpc.aio.AioRpcError as error:
                 may_be_starting = error.code() is grpc.StatusCode.UNAVAILABLE and loop.time() - began < STARTUP_S
-                reason = f"{error.code().name}: {error.details()}"
+                reason = meaning(error.code(), error.details() or "", "gateway")
             except (TimeoutError, OutOfStep) as error:
                 reason = str(error)
             except Exception as error:

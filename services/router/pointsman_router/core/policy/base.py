@@ -137,7 +137,8 @@ def build(kind: type[Policy], settings: Mapping[str, object]) -> Policy:
     values: dict[str, Any] = {}
     for name, value in settings.items():
         if name not in known:
-            raise SettingError(f"settings.{name}", f"policy {kind.name} has no such setting")
+            others = f"has {', '.join(sorted(known))}" if known else "has none"
+            raise SettingError(f"settings.{name}", f"policy {kind.name} has no such setting; it {others}")
         values[name] = _checked(known[name], value)
     return kind(**values)
 

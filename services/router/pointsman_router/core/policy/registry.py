@@ -56,6 +56,12 @@ def make_policy(name: str, settings: Mapping[str, object] | None = None, policie
     return build(kind, {**(settings or {}), **named})
 
 
+def place_of(error: SettingError, settings: Mapping[str, object], policy: str, apart: str) -> str:
+    """Return which of two fields has what make_policy() refuses: `policy`, NAME:SETTING=VALUE,..., or `apart`, its argument
+    `settings`."""
+    return apart if error.field.removeprefix("settings.") in settings else policy
+
+
 def parsed(text: str) -> tuple[str, dict[str, Any]]:
     """Return name and settings of NAME or NAME:SETTING=VALUE,...; a value is JSON, or else text. Raises SettingError for
     another form."""

@@ -30,6 +30,7 @@ import redis.exceptions
 import structlog
 from msgspec.structs import replace
 
+from pointsman_common.io.redis_failures import redis_reason
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.idle_sessions import IdleSessions
 from pointsman_router.core.load.affinity import MAX_SESSIONS
@@ -728,7 +729,7 @@ class RedisStore:
             log.warning(
                 "the shared store does not answer or takes no writes; placements use this router's own view",
                 asked=self._servers.asked,
-                error=f"{type(error).__name__}: {error}",
+                error=redis_reason(error),
             )
         self._returning = False
         for pool in list(self._pools.values()):
