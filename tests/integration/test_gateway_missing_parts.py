@@ -219,7 +219,7 @@ async def test_other_tokens_than_the_engines_are_not_used(tmp_path: Path) -> Non
             ref.incarnation = "2"
         up.gateway.pools.update([pool])
         (state,) = up.gateway.pools.states()
-        await up.gateway.pools.checked()
+        await eventually(lambda: state.tokenizer_status is TokenizerStatus.INEXACT)
         assert (state.tokenizer_status, state.reason) == (
             TokenizerStatus.INEXACT,
             "text probe 0 (add_special_tokens=true) differs",
@@ -281,8 +281,7 @@ async def test_counts_that_disagree_three_times_in_a_row_lead_to_another_check(t
         make_tokenizer(tmp_path / "model", "{{ messages[0].content }}")
         pools.check_token_count(state, Endpoint.CHAT, 5, 6)
         assert not state.verified
-        await up.gateway.pools.checked()
-        assert state.tokenizer_status is TokenizerStatus.EXACT
+        await eventually(lambda: state.verified and state.tokenizer_status is TokenizerStatus.EXACT)
 
 
 async def test_an_api_whose_counts_disagree_is_placed_without_keys(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placem
 from pointsman_common.core.block_keys import KEY_SCHEME
 from pointsman_common.io.channel import SERVER_OPTIONS
 from pointsman_gateway.core.api import Endpoint, parse
+from pointsman_gateway.core.pool_state import TokenizerStatus
 from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman_gateway.core.tokens.render_budget import Unrenderable
 from pointsman_gateway.io.main import serving
@@ -522,6 +523,10 @@ async def gateway_before(up: Peers, **settings: Any) -> AsyncIterator[tuple[Any,
 
 
 async def until_ready(gateway: Any) -> None:
-    """Wait until the tokenizer check has ended for every pool."""
-    await eventually(gateway.pools.states)
-    await gateway.pools.checked()
+    """Wait until the tokenizer of every pool is found to be exact, or not."""
+
+    def checked() -> bool:
+        states = gateway.pools.states()
+        return bool(states) and all(state.tokenizer_status is not TokenizerStatus.CHECKING for state in states)
+
+    await eventually(checked)

@@ -91,9 +91,8 @@ class ModelPools:
         # A fleet without any model may be starting.
         unknown = set(self._tokenizers) - names.keys() if names else set()
         if unknown - self._unknown:
-            log.warning(
-                "no engine serves a model whose tokenizer is given", given=sorted(unknown), served=sorted(names)
-            )
+            given, served = sorted(unknown), sorted(names)
+            log.warning("no engine serves a model whose tokenizer is given", given=given, served=served)
         self._unknown |= unknown
         for pool in pools:
             state = self._states.setdefault(pool.model, PoolState(pool))
@@ -150,10 +149,6 @@ class ModelPools:
             state.mismatches[endpoint], state.rechecked_at = 0, time.monotonic()
             log.warning("the engine counts other prompt tokens; checking again", model=state.pool.model)
             self._checks[state.pool.model].notice(again=True)
-
-    async def checked(self) -> None:
-        """Wait until every running check has ended or waits for a change."""
-        await asyncio.gather(*(check.rested() for check in self._checks.values()))
 
     async def close(self) -> None:
         """End all checks and proofs."""

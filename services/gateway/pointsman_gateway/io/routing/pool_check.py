@@ -55,7 +55,6 @@ class PoolCheck:
         self._task: asyncio.Task[None] | None = None
         self._seen: object = None
         self._changed = asyncio.Event()
-        self._at_rest = asyncio.Event()
 
     def notice(self, *, again: bool = False) -> None:
         """Start or update the check when the model's instances or source may have changed. `again`: verify all of them again."""
@@ -77,13 +76,7 @@ class PoolCheck:
             return
         state.inexact_endpoints.clear()  # a new incarnation may have another version of vLLM
         if self._task is None or self._task.done():
-            self._at_rest.clear()
             self._task = asyncio.create_task(self._run_and_log())
-
-    async def rested(self) -> None:
-        """Wait until the check has ended or waits for a change."""
-        if self._task is not None:
-            await self._at_rest.wait()
 
     async def close(self) -> None:
         """Cancel the check."""
@@ -99,8 +92,6 @@ class PoolCheck:
             log.exception("a fault in the tokenizer check", model=self._state.pool.model)
             reason = f"the check failed: {type(error).__name__}"
             self._tokenizers.set_status(self._state, TokenizerStatus.INEXACT, reason)
-        finally:
-            self._at_rest.set()
 
     async def _run(self) -> None:
         """Run until every instance is verified."""
@@ -109,7 +100,6 @@ class PoolCheck:
         tried, tried_for, ask_at, away, silent = "", frozenset[Incarnation](), 0.0, 0, 0
         while True:
             self._changed.clear()
-            self._at_rest.clear()
             source, present = self._tokenizers.source(state), state.incarnations()
             if state.tokenizer is not None and state.source == source:
                 missing = None
@@ -137,7 +127,6 @@ class PoolCheck:
                     away += 1
                 else:
                     pause_s = REFUSED_AGAIN_S
-                    self._at_rest.set()
                 if not await self._change_within(pause_s):
                     ask_at = 0.0
                     if not _passes(missing):
