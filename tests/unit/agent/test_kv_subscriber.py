@@ -1,4 +1,4 @@
-"""Live KV events, without sockets: one that arrives as the wait for it times out, and what is logged of unusable ones."""
+"""Live KV events: one that arrives as the wait for it times out, and what is logged of unusable ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+import zmq
 import zmq.asyncio
 from structlog.testing import capture_logs
 
@@ -20,44 +21,20 @@ from tests.support.kv_events import store
 PATIENCE_S = 0.05
 
 
-class LateSocket:
-    """A SUB socket whose first message arrives in the same turn of the event loop as the subscriber's timeout."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def connect(self, *_: object, **__: object) -> None:
-        """Do nothing."""
-
-    setsockopt = subscribe = close = connect
-
-    def recv_multipart(self) -> asyncio.Future[list[bytes]]:
-        loop = asyncio.get_running_loop()
-        coming: asyncio.Future[list[bytes]] = loop.create_future()
-        self.asked += 1
-        if self.asked == 1:
-            payload = msgspec.msgpack.encode([0.0, [store((1,))], 0])
-            loop.call_later(PATIENCE_S * 0.9, coming.set_result, [b"", (0).to_bytes(8, "big"), payload])
-            # Block the event loop, as on a busy machine.
-            loop.call_later(PATIENCE_S * 0.5, time.sleep, PATIENCE_S)
-        return coming
-
-
-class Context:
-    """Has one socket."""
-
-    def socket(self, kind: int) -> Any:
-        return LateSocket()
-
-
 async def test_no_message_is_lost_that_comes_as_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_subscriber, "FIRST_TAIL_CHECK_S", PATIENCE_S)
     blocks, changed = CachedBlocks("tiny"), asyncio.Event()
+    context = zmq.asyncio.Context()
+    events = context.socket(zmq.PUB)
+    events.bind("inproc://events")
     # Without a replay socket a lost message is not sent again.
-    context: Any = Context()
     subscriber = KvSubscriber(context, KvEventSource("inproc://events"), blocks, changed.set)
     assert await subscriber.start()
     running = asyncio.create_task(subscriber.run())
+    loop = asyncio.get_running_loop()
+    # The message arrives in the same turn of the event loop as the timeout, because the loop is blocked, as on a busy machine.
+    loop.call_later(PATIENCE_S * 0.5, time.sleep, PATIENCE_S)
+    loop.call_later(PATIENCE_S * 0.9, events.send_multipart, message(0, store((1,))))
     async with asyncio.timeout(20):
         await changed.wait()
     assert subscriber.applied == 0
@@ -65,6 +42,7 @@ async def test_no_message_is_lost_that_comes_as_patience_ends(monkeypatch: pytes
     running.cancel()
     await asyncio.wait([running])
     subscriber.close()
+    context.destroy(linger=0)
 
 
 class QueuedMessages:
@@ -82,13 +60,16 @@ class QueuedMessages:
 
     setsockopt = subscribe = close = connect
 
-    def recv_multipart(self) -> asyncio.Future[list[bytes]]:
-        coming: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
-        try:
-            coming.set_result(next(self._messages))
-        except StopIteration:
+    async def poll(self, timeout_ms: float) -> int:
+        await asyncio.sleep(timeout_ms / 1e3 if self.taken.is_set() else 0)
+        return 0 if self.taken.is_set() else zmq.POLLIN
+
+    async def recv_multipart(self, flags: int) -> list[bytes]:
+        assert flags == zmq.NOBLOCK
+        if (message := next(self._messages, None)) is None:
             self.taken.set()
-        return coming
+            raise zmq.Again
+        return message
 
 
 def message(seq: int, *events: object) -> list[bytes]:

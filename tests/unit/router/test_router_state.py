@@ -296,13 +296,13 @@ def test_agents_of_many_instances_are_told_to_send_loads_and_keys_less_often() -
 
     for number in range(62):
         join(router, f"{number}", number)
-    assert set(paces()) == {ev.Pace(number, 0.0, 0.025) for number in range(62)}
+    assert set(paces()) == {ev.Pace(number, 0.0, 0.1) for number in range(62)}
     assert paces() == []
     for number in range(62, 75):
         join(router, f"{number}", number)
-    assert set(paces()) == {ev.Pace(number, 0.0, 0.05) for number in range(75)}
+    assert set(paces()) == {ev.Pace(number, 0.0, 0.1) for number in range(62, 75)}
     join(router, "more", 75)
-    assert set(paces()) == {ev.Pace(number, 0.1, 0.05) for number in range(76)}
+    assert set(paces()) == {ev.Pace(number, 0.1, 0.1) for number in range(76)}
     assert paces() == []
     # An agent that does not understand it is told nothing.
     router.handle(ev.AgentHello(98, info("old"), KEY_SCHEME, 1, 0), 1.0)
@@ -312,10 +312,10 @@ def test_agents_of_many_instances_are_told_to_send_loads_and_keys_less_often() -
     router.handle(ev.AgentLost(3, "3"), 1.0)
     assert paces() == []
     join(router, "3", 99)
-    assert paces() == [ev.Pace(99, 0.1, 0.05)]
+    assert paces() == [ev.Pace(99, 0.1, 0.1)]
     for number in (0, 1):
         router.handle(ev.AgentGoodbye(number, f"{number}"), 1.0)
-    assert {(pace.load_interval_s, pace.key_interval_s) for pace in paces()} == {(0.0, 0.05)}
+    assert {(pace.load_interval_s, pace.key_interval_s) for pace in paces()} == {(0.0, 0.1)}
     assert [load_interval_s(count) for count in (300, 1_000, 10_000)] == [0.2, 0.8, 1.6]
     assert [key_interval_s(count) for count in (300, 1_000, 10_000)] == [0.2, 0.4, 0.8]
 

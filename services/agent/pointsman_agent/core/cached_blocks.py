@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, KeysView, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import gcd
+
+import msgspec
 
 from pointsman_agent.core.event_keys import block_keys, has_extra_keys, root_of
 from pointsman_agent.core.grouped_blocks import FULL_KINDS, Group, GroupedBlocks, SavedNode, Unsupported
@@ -50,13 +52,12 @@ def _in_own_cache(event: BlockStored | BlockRemoved) -> bool:
     return tier_of(location_of(event)) is Tier.DEVICE
 
 
-@dataclass(slots=True)
-class Block:
+class Block(msgspec.Struct, gc=False):
     """One engine block: the keys of its tokens in order, and the number of references per location. `parent` is the hash of the
     block before it, and `depth` the number of blocks from the prompt's start up to it; None and 0 if they are not known."""
 
     keys: tuple[int, ...]
-    refs: dict[BlockLocation, int] = field(default_factory=dict)
+    refs: dict[BlockLocation, int] = {}
     parent: BlockHash | None = None
     depth: int = 0
 
@@ -204,7 +205,7 @@ class CachedBlocks:
             self.blocks[name] = block
             refs, block.refs = block.refs, {}
             for place, count in refs.items():
-                self._hold(block, place, count)
+                self._hold([block], place, count)
             if not self.extra_keys_seen and all(tier_of(place) is not Tier.DEVICE for place in refs):
                 self._assumed.add(name)
         for tier in Tier:
@@ -299,8 +300,8 @@ class CachedBlocks:
             self._confirm(event)
         self.extra_keys_seen = self.extra_keys_seen or has_extra_keys(event)
         fresh = next((at for at, name in enumerate(hashes) if self._known(name) is None), len(hashes))
-        for name in hashes[:fresh]:
-            self._hold_known(name, place)
+        if fresh:
+            self._hold([self._revived(name) for name in hashes[:fresh]], place)
         if fresh == len(hashes):
             return
         assumed = not own and event.extra_keys is None
@@ -324,13 +325,15 @@ class CachedBlocks:
         except OverflowError:
             self.counts.malformed += len(hashes) - fresh
             return
+        stored = []
         for at, name in enumerate(hashes[fresh:]):
             if self._known(name) is None:
                 self.blocks[name] = Block(tuple(keys[at * per_block : (at + 1) * per_block]), {}, before, depth)
                 if assumed:
                     self._assumed.add(name)
-            self._hold_known(name, place)
+            stored.append(self._revived(name))
             before, depth = name, depth + 1 if depth else 0
+        self._hold(stored, place)
 
     def _store_named(self, hashes: Sequence[BlockHash], place: BlockLocation, *, is_chunk: bool) -> None:
         """Apply an event without tokens. `is_chunk`: an offloading connector's placeholder, which names a chunk's last block."""
@@ -340,7 +343,7 @@ class CachedBlocks:
                 self.counts.orphans += 1
                 continue
             if not is_chunk or not block.depth:
-                self._hold_known(name, place)
+                self._hold([self._revived(name)], place)
                 continue
             # Chunks begin at multiples of their length, and a prompt's first chunk is offloaded first.
             length = gcd(self.chunk_blocks, block.depth)
@@ -349,11 +352,10 @@ class CachedBlocks:
             if (name, place) in self.chunks or (length == 1 and place in block.refs):
                 # A chunk is stored once. The connector's cache was reset without an event.
                 continue
-            self._hold_known(name, place)
+            self._hold([self._revived(name)], place)
             if length > 1:
                 self.chunks[name, place] = members = self._before(block, length - 1)
-                for member in members:
-                    self._hold_known(member, place)
+                self._hold([self._revived(member) for member in members], place)
 
     def _before(self, block: Block, count: int) -> tuple[BlockHash, ...]:
         """Return up to `count` blocks before `block`, from the end, as far as they are known."""
@@ -377,12 +379,12 @@ class CachedBlocks:
     def _known(self, name: BlockHash) -> Block | None:
         return self.blocks.get(name) or self._departed.get(name)
 
-    def _hold_known(self, name: BlockHash, place: BlockLocation) -> None:
-        """Add one reference to a block that `_known` returns."""
+    def _revived(self, name: BlockHash) -> Block:
+        """Return a block that `_known` returns, and have it in `blocks` again: it gets a reference."""
         block = self.blocks.get(name)
         if block is None:
             block = self.blocks[name] = self._departed.pop(name)
-        self._hold(block, place, 1)
+        return block
 
     def _depth_after(self, before: BlockHash | None) -> int:
         """Return the depth of the block after `before`; 0 if it is not known."""
@@ -430,29 +432,32 @@ class CachedBlocks:
             if place not in block.refs:
                 self._release_members(self.chunks.pop((name, place), ()), place)
 
-    def _hold(self, block: Block, place: BlockLocation, count: int) -> None:
+    def _hold(self, blocks: Sequence[Block], place: BlockLocation, count: int = 1) -> None:
+        """Add `count` references to each of the blocks, as often as it is named."""
         tier = tier_of(place)
-        held = block.refs.get(place, 0)
-        block.refs[place] = held + count
+        gained: list[int] = []
+        for block in blocks:
+            held = block.refs.get(place, 0)
+            block.refs[place] = held + count
+            if not held:
+                gained += block.keys
         if tier is Tier.DEVICE:
-            self._device_refs += count
+            self._device_refs += count * len(blocks)
             if 0 < self.capacity_blocks < self._device_refs:
                 self._refcounts_unsure = True
-        if not held:
-            self._gain(tier, block.keys)
+        self._gain(tier, gained)
 
     def _gain(self, tier: Tier, keys: Sequence[int]) -> None:
-        counts, added, removed = self._keys[tier], self._added[tier], self._removed[tier]
-        factor = 2 * tier + 1
+        counts, removed = self._keys[tier], self._removed[tier]
+        new = []
         for key in keys:
-            holders = counts.get(key, 0)
-            counts[key] = holders + 1
-            if holders == 0:
-                self.digest ^= key * factor & _MASK
-                if key in removed:
-                    removed.discard(key)
-                else:
-                    added.add(key)
+            counts[key] = holders = counts.get(key, 0) + 1
+            if holders == 1:
+                new.append(key)
+        self.digest ^= digest_of(tier, new)
+        back = removed.intersection(new)
+        removed -= back
+        self._added[tier].update(set(new) - back)
 
     def _release(self, name: BlockHash, block: Block, place: BlockLocation, *, everything: bool) -> None:
         tier = tier_of(place)

@@ -18,9 +18,11 @@ def block_keys(parent: int, event: BlockStored, fresh: int) -> list[int]:
     token id does not fit."""
     size = event.block_size
     first_is_root = fresh == 0 and event.parent_block_hash is None
+    entries = (event.extra_keys or [])[fresh:]
+    # Most events have an entry for each block, and nothing in them.
     extras = [
         _extra_bytes(entry, event.lora_name, has_salt=first_is_root and at == 0)
-        for at, entry in enumerate((event.extra_keys or [])[fresh:])
+        for at, entry in enumerate(entries if any(entries) else ())
     ]
     if not any(extras):
         return extend_keys(parent, event.token_ids[fresh * size :] if fresh else event.token_ids)
@@ -34,7 +36,7 @@ def block_keys(parent: int, event: BlockStored, fresh: int) -> list[int]:
 
 def has_extra_keys(event: BlockStored) -> bool:
     """Return whether a block's hash depends on more than tokens and LoRA adapter."""
-    return any(entry and list(entry) != [event.lora_name] for entry in event.extra_keys or ())
+    return any(list(entry) != [event.lora_name] for entry in filter(None, event.extra_keys or ()))
 
 
 def _cache_salt(event: BlockStored) -> str:

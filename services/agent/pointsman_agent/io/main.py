@@ -27,6 +27,7 @@ from pointsman_agent.io.settings import AgentSettings
 from pointsman_agent.io.status import make_app
 from pointsman_agent.io.step_load_receiver import receive_step_loads
 from pointsman_common.core.addresses import parse_address
+from pointsman_common.io import event_loop
 from pointsman_common.io.auth import showing
 from pointsman_common.io.channel import ReloadingChannel
 from pointsman_common.io.garbage import collect_garbage
@@ -52,7 +53,7 @@ def run(settings: AgentSettings) -> None:
     except (ValueError, OSError) as error:
         raise SystemExit(f"pointsman agent: {reason_with_setting(error, settings, TlsSettings())}") from None
     try:
-        asyncio.run(_until_signal(settings))
+        event_loop.run(_until_signal(settings))
     except OSError as error:
         raise SystemExit(f"pointsman agent: {reason_with_setting(error, settings, TlsSettings())}") from None
 
