@@ -261,13 +261,9 @@ async def _text(stream: openai.AsyncStream[ChatCompletionChunk]) -> str:
 @asynccontextmanager
 async def _service(cluster: Cluster, pod: Pod) -> AsyncIterator[tuple[Link, openai.AsyncOpenAI]]:
     """A stand-in for the gateways' Service, which leads to `pod`, and a client of it."""
-    service = Link(pod.port("http"))
-    await service.start()
-    try:
-        async with (
-            openai.DefaultAsyncHttpxClient(trust_env=False) as http,
-            openai.AsyncOpenAI(**_client_arguments(cluster, f"http://{service.address}"), http_client=http) as client,
-        ):
-            yield service, client
-    finally:
-        await service.stop()
+    async with (
+        Link(pod.port("http")) as service,
+        openai.DefaultAsyncHttpxClient(trust_env=False) as http,
+        openai.AsyncOpenAI(**_client_arguments(cluster, f"http://{service.address}"), http_client=http) as client,
+    ):
+        yield service, client

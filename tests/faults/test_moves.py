@@ -100,7 +100,7 @@ async def continued(fleet: Fleet) -> float:
 async def test_an_engine_is_emptied_under_load(fleet: Fleet) -> None:
     """Nobody waits for long, and no answer is broken, repeated or lost."""
     source = fleet.address("gateway", "e0")
-    async with fault_under_load(fleet, "engine emptied") as fault:
+    async with fault_under_load(fleet, "engine emptied", may_repeat=True) as fault:
         try:
             await drain(fleet, source, "--move", "--wait", f"{WAIT_S}")
             await fleet.replay.answers(20)

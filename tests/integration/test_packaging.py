@@ -36,7 +36,7 @@ INSTALL = re.findall(
 NOT_ITS_OWN = {
     "agent": {
         *("grpcio-health-checking", "hiredis", "httptools", "huggingface-hub", "jinja2", "matplotlib", "numpy"),
-        *("opentelemetry-sdk", "redis", "scipy", "tokenizers", "uvloop"),
+        *("opentelemetry-sdk", "redis", "scipy", "tokenizers"),
     },
     "router": {"httptools", "huggingface-hub", "jinja2", "matplotlib", "numpy", "nvidia-ml-py", "pyzmq", "scipy", "tokenizers"},
     "gateway": {"aiohttp", "matplotlib", "numpy", "nvidia-ml-py", "pyzmq", "redis", "scipy"},

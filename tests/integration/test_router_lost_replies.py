@@ -16,7 +16,7 @@ from pointsman_router.io.main import RouterServer
 from pointsman_router.io.store import redis_scripts
 from tests.support.processes.redis import redis_server
 from tests.support.router import Client, Report, Session, running
-from tests.support.tcp_proxies import LossyProxy, proxied
+from tests.support.tcp_proxies import LossyProxy
 from tests.support.waiting import eventually
 
 LEASE_S = 0.6
@@ -51,7 +51,7 @@ class Scene:
 async def scene(folder: Path) -> AsyncIterator[Scene]:
     with redis_server(folder) as (url, _):
         async with (
-            proxied(int(url.rsplit(":", 1)[1].split("/")[0])) as proxy,
+            LossyProxy(int(url.rsplit(":", 1)[1].split("/")[0])) as proxy,
             running(redis_url=f"redis://127.0.0.1:{proxy.port}/0", owner_lease_s=LEASE_S, gateway_lease_s=3) as (
                 server,
                 client,

@@ -120,33 +120,25 @@ async def test_a_parked_client_whose_router_is_gone_waits_within_its_bound_for_o
         known.set()
 
     monkeypatch.setattr(RouterClient, "_wait_parked", learn)
-    link = Link(0)
-    await link.start()
-    try:
-        async with full_caches(tmp_path, monkeypatch, link, admission_standard_s=3.0) as (
-            _,
-            _client,
-            _engine,
-            url,
-            http,
-        ):
-            loop = asyncio.get_running_loop()
-            began = loop.time()
-            second = asyncio.ensure_future(http.post(f"{url}/v1/completions", json=asked("second")))
-            await eventually(known.is_set, "the gateway knows that it is parked")
-            link.break_()
-            async with http.post(f"{url}/v1/completions", json=asked("new")) as answer:
-                assert (answer.status, answer.headers["X-Pointsman-Degraded"]) == (200, "1")
-            async with await second as answer:
-                assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
-                assert (await answer.json())["error"]["code"] == "placement_timeout"
-            assert loop.time() - began > 2.9
-            third = asyncio.ensure_future(http.post(f"{url}/v1/completions", json=asked("third")))
-            link.repair()
-            async with await third as answer:
-                assert answer.status == 200
-    finally:
-        await link.stop()
+    async with (
+        Link(0) as link,
+        full_caches(tmp_path, monkeypatch, link, admission_standard_s=3.0) as (_, _client, _engine, url, http),
+    ):
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        second = asyncio.ensure_future(http.post(f"{url}/v1/completions", json=asked("second")))
+        await eventually(known.is_set, "the gateway knows that it is parked")
+        link.break_()
+        async with http.post(f"{url}/v1/completions", json=asked("new")) as answer:
+            assert (answer.status, answer.headers["X-Pointsman-Degraded"]) == (200, "1")
+        async with await second as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+            assert (await answer.json())["error"]["code"] == "placement_timeout"
+        assert loop.time() - began > 2.9
+        third = asyncio.ensure_future(http.post(f"{url}/v1/completions", json=asked("third")))
+        link.repair()
+        async with await third as answer:
+            assert answer.status == 200
 
 
 async def test_work_under_way_is_not_parked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

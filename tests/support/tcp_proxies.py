@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]  # the two ends of one connection
 
@@ -37,6 +36,13 @@ class TcpProxy:
         """Listen on a free port."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
 
     async def stop(self) -> None:
         """Close the listener and all connections."""
@@ -224,14 +230,3 @@ class LossyProxy(TcpProxy):
             pass
         finally:
             writer.close()
-
-
-@asynccontextmanager
-async def proxied(port: int) -> AsyncIterator[LossyProxy]:
-    """Run a proxy of 127.0.0.1:`port`."""
-    proxy = LossyProxy(port)
-    await proxy.start()
-    try:
-        yield proxy
-    finally:
-        await proxy.stop()

@@ -204,9 +204,7 @@ async def fleet_over(pair: RedisPair, folder: Path, gateways: int = 2, **setting
     fleet = Fleet(pair, folder)
     async with AsyncExitStack() as stack:
         for name in ("one", "two"):
-            link = fleet.links[name] = Link(pair.ports[pair.master])
-            await link.start()
-            stack.push_async_callback(link.stop)
+            link = fleet.links[name] = await stack.enter_async_context(Link(pair.ports[pair.master]))
             server, _ = await stack.enter_async_context(
                 running(
                     **{

@@ -94,10 +94,8 @@ async def test_a_router_that_is_slow_to_answer_a_connection_is_reached() -> None
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         stack.push_async_callback(server.stop, None)
-        link = Link(port)
+        link = await stack.enter_async_context(Link(port))
         link.delay_s = 0.5
-        await link.start()
-        stack.push_async_callback(link.stop)
         channel = await stack.enter_async_context(open_channel(link.address))
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
