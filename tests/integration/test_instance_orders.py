@@ -289,6 +289,8 @@ async def test_by_command() -> None:
         assert await pointsman("cordon", "a", "--reason", "a new disk") == (
             f"a is CORDONED, 0 requests open (cordoned: a new disk)\n{alone}`pointsman uncordon a`\n"
         )
+        unknown = await pointsman("drain", "http://a")
+        assert "no instance 'http://a' (`pointsman instances` lists those that there are)" in unknown
         await Report(client).join("b")
         assert await pointsman("cordon", "a") == "a is CORDONED, 0 requests open (cordoned: a new disk)\n"
         assert await pointsman("weight", "late", "0.1") == "late: no agent reports it (weight 0.1)\n"

@@ -336,7 +336,8 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     async def _instance(self, instance_id: str, context: Any) -> InstanceRecord:
         record = self._router.state.instances.get(instance_id)
         if record is None:
-            await abort(context, not_found_status("instance", instance_id, f"no instance {instance_id!r}"))
+            message = f"no instance {instance_id!r} (`pointsman instances` lists those that there are)"
+            await abort(context, not_found_status("instance", instance_id, message))
         return record
 
     async def _logged(self, decision_id: str, context: Any) -> LoggedDecision:
