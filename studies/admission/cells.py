@@ -105,7 +105,8 @@ ADMISSIONS: Mapping[str, Admission] = {
         "the port of its rule in NVIDIA Dynamo", simulation={"lab_admission": "thunderagent_dynamo"}
     ),
     "Progress-TTL": Admission(
-        "the rule of vllm-router's PR #286, with its choice of instances", simulation={"lab_admission": "progress_ttl"}
+        "the rule of vllm-router 0.1.17's program scheduling, with its choice of instances",
+        simulation={"lab_admission": "progress_ttl"},
     ),
     "llm-d LAS": Admission(
         "llm-d's flow control: while the engines are saturated, the program with the least attained service goes first",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pointsman_lab.admission.concur import Concur
 from pointsman_lab.admission.least_attained import LeastAttained
 from pointsman_lab.admission.progress_ttl import LONGEST_WAIT_S as FORCED_S
-from pointsman_lab.admission.progress_ttl import WINDOW, ProgressTtl, fitted_ttl_s
+from pointsman_lab.admission.progress_ttl import REFUSED_AFTER_S, WINDOW, ProgressTtl, fitted_ttl_s
 from pointsman_lab.admission.registry import RULES
 from pointsman_lab.admission.rule import AdmissionRule, Admitted, Answer
 from pointsman_lab.admission.thunderagent import DYNAMO, LONGEST_WAIT_S, ThunderAgent
@@ -212,7 +212,108 @@ def test_progress_ttl_admits_nobody_where_requests_wait() -> None:
     rule = ProgressTtl({"a": 10_000})
     rule.tick(waiting(1), 0)
     assert not rule.asked("p", 100, 0.5)
-    assert names(rule.tick(waiting(0), 1)) == [("p", "a")]
+    # Not even one that has waited as long as it may.
+    assert not rule.tick(waiting(1), 0.5 + FORCED_S)
+    assert names(rule.tick(waiting(0), 1.5 + FORCED_S)) == [("p", "a")]
+
+
+@pytest.mark.parametrize(
+    ("usage", "running", "fits"), [(0.3, 1, True), (0.7, 1, False), (0.3, 2, True), (0.6, 2, False)]
+)
+def test_progress_ttl_counts_the_tokens_that_an_engine_has_in_use(usage: float, running: int, fits: bool) -> None:
+    rule = ProgressTtl({"a": 10_000})
+    # 5,100 tokens by its own count.
+    assert rule.asked("p", 5_000, 0)
+    rule.tick({"a": Load(0.0, running=running, kv_usage=usage)}, 1)
+    assert bool(rule.asked("q", 5_000, 1.5)) is fits
+
+
+def test_a_request_of_progress_ttl_that_is_refused_for_its_wait_waits_anew() -> None:
+    rule = ProgressTtl({"a": 1_000})
+    assert rule.asked("p", 700, 0)
+    assert not rule.asked("q", 700, 0)
+    for now in (FORCED_S, REFUSED_AFTER_S):
+        assert not rule.tick(waiting(1), now)
+    # Its retry is not forced yet.
+    assert not rule.tick(waiting(0), REFUSED_AFTER_S + 1)
+    assert names(rule.tick(waiting(0), REFUSED_AFTER_S + FORCED_S)) == [("q", "a")]
+
+
+def test_progress_ttl_counts_requests_that_do_not_run_yet_like_those_that_run() -> None:
+    rule = ProgressTtl({"a": 10_000})
+    for program in ("p", "q"):
+        assert rule.asked(program, 2_000, 0)
+    rule.tick({"a": Load(0.0, running=1, kv_usage=0.3)}, 1)
+    assert not rule.asked("r", 4_000, 1.5)
+    assert rule.asked("s", 3_800, 1.5)
+
+
+def test_progress_ttl_decides_at_each_arrival() -> None:
+    rule = ProgressTtl({"a": 100_000})
+    now = warm(rule, prompt=40_000)
+    assert rule.asked("p", 60_000, now)
+    rule.answered("p", answer(60_000, 10), now)
+    assert names(rule.asked("q", 60_000, now + 11)) == [("q", "a")]
+
+
+def test_progress_ttl_has_sub_agents_where_their_parents_are_and_keeps_no_place_for_them() -> None:
+    rule = ProgressTtl(dict.fromkeys("abcdefgh", 100000))
+    [parent] = rule.asked("p", 100, 0)
+    for child in ("c1", "c2", "c3", "c4"):
+        for at in range(3):
+            assert names(rule.asked(child, 100, at, "p" if not at else "")) == [(child, parent.instance)]
+            rule.answered(child, answer(100, 10), at + 0.5)
+    rule = ProgressTtl({"a": 100_000})
+    now = warm(rule, prompt=40_000)
+    assert rule.asked("c", 60_000, now, "p")
+    assert not rule.asked("q", 60_000, now)
+    assert names(rule.answered("c", answer(60_000, 10), now)) == [("q", "a")]
+
+
+def served(rule: ProgressTtl, program: str, prompt: int, now: float, rounds: int) -> float:
+    """Have `rounds` requests of an active or new program admitted and answered, all but its first prompt cached; return when."""
+    for at in range(rounds):
+        assert rule.asked(program, prompt, now + at)
+        assert not rule.answered(program, answer(prompt, 10, cached=prompt if at else 0), now + at + 0.1)
+    return now + rounds
+
+
+def test_progress_ttl_pauses_a_program_after_14_requests_since_its_admission_for_one_that_needs_its_room() -> None:
+    rule = ProgressTtl({"a": 100_000})
+    now = served(rule, "p", 60_000, warm(rule, prompt=40_000), 10)
+    # It is paused by its TTL, and admitted anew with its context cached.
+    rule.tick(NO_LOADS, now + 20)
+    now = now + 21
+    assert rule.asked("p", 60_000, now)
+    assert not rule.asked("q", 60_000, now)
+    for at in range(13):
+        assert not rule.answered("p", answer(60_000, 10, cached=60_000), now + at + 0.1)
+        assert names(rule.asked("p", 60_000, now + at + 1)) == [("p", "a")]
+    assert names(rule.answered("p", answer(60_000, 10, cached=60_000), now + 14)) == [("q", "a")]
+
+
+def test_progress_ttl_pauses_nobody_for_one_that_needs_less_than_will_be_free() -> None:
+    rule = ProgressTtl({"a": 100_000})
+    now = warm(rule, prompt=40_000)
+    assert rule.asked("q", 59_800, now)
+    now = served(rule, "p", 39_900, now + 60, 13)
+    # Now q is to be paused when its request ends.
+    assert rule.asked("p", 40_000, now)
+    assert not rule.asked("r", 10_000, now)
+    assert not rule.answered("p", answer(40_000, 10, cached=39_900), now + 0.1)
+    assert names(rule.asked("p", 40_000, now + 1)) == [("p", "a")]
+
+
+def test_a_program_of_progress_ttl_that_was_paused_for_others_goes_on_after_them() -> None:
+    rule = ProgressTtl({"a": 100_000})
+    now = served(rule, "p", 60_000, warm(rule, prompt=40_000), 13)
+    assert rule.asked("p", 60_000, now)
+    for program in ("q", "r"):
+        assert not rule.asked(program, 60_000, now)
+    assert names(rule.answered("p", answer(60_000, 10, cached=60_000), now + 0.1)) == [("q", "a")]
+    # Its answer is the newest; r has none.
+    assert not rule.asked("p", 60_000, now + 1)
+    assert names(rule.ended("q", now + 2)) == [("r", "a")]
 
 
 def test_progress_ttl_keeps_room_for_growth_unless_a_larger_batch_gains_more() -> None:
@@ -236,16 +337,53 @@ def test_progress_ttl_lets_a_small_one_join_a_batch_of_which_no_round_is_left(to
     assert bool(rule.asked("q", tokens, now + 3)) is admitted
 
 
-def test_progress_ttl_pauses_what_is_longest_there_when_it_does_not_fit() -> None:
-    rule = ProgressTtl({"a": 1_000})
+def test_progress_ttl_pauses_no_more_than_does_not_fit() -> None:
+    rule = ProgressTtl({"a": 100_000})
+    now = warm(rule, prompt=40_000)
     for at, program in enumerate(("p", "q")):
-        assert rule.asked(program, 350, at)
-    rule.answered("q", answer(350), 2)
-    # q was paused at once (no TTL yet), so p alone counts; then both grow.
-    assert rule.asked("q", 380, 3)
-    rule.answered("p", answer(350), 4)
-    assert rule.asked("p", 400, 5)
-    assert rule.asked("r", 10, 6) == []
+        assert rule.asked(program, 45_000, now + at)
+    # Both grow; p is to be paused when its request ends, and q fits without it.
+    for program in ("p", "q"):
+        rule.answered(program, answer(45_000, 10), now + 2)
+        assert rule.asked(program, 52_000, now + 3)
+    for at in range(3):
+        assert not rule.tick(NO_LOADS, now + 4 + at)
+    rule.answered("q", answer(52_000, 10, cached=45_000), now + 7)
+    assert rule.asked("q", 52_010, now + 7)
+    rule.answered("p", answer(52_000, 10, cached=45_000), now + 8)
+    assert not rule.asked("p", 52_010, now + 8)
+
+
+@pytest.mark.parametrize(("cached", "stays", "goes"), [(40_000, "q", "p"), (30_000, "p", "q")])
+def test_progress_ttl_pauses_the_program_first_whose_context_was_computed_first(
+    cached: int, stays: str, goes: str
+) -> None:
+    rule = ProgressTtl({"a": 100_000})
+    now = served(rule, "p", 40_000, warm(rule, prompt=40_000), 2)
+    rule.tick(NO_LOADS, now + 20)
+    now = served(rule, "q", 40_000, now + 20, 1)
+    # p comes back later than q was admitted. Its context is still cached, or it is computed anew.
+    assert rule.asked("p", 40_000, now)
+    rule.answered("p", answer(40_000, 10, cached=cached), now + 0.1)
+    for program in ("p", "q"):
+        assert rule.asked(program, 52_000, now + 1)
+    rule.answered(stays, answer(52_000, 10, cached=40_000), now + 2)
+    assert rule.asked(stays, 52_010, now + 2.1)
+    rule.answered(goes, answer(52_000, 10, cached=40_000), now + 3)
+    assert not rule.asked(goes, 52_010, now + 3.1)
+
+
+def test_progress_ttl_pauses_the_largest_first_of_those_that_were_admitted_together() -> None:
+    rule = ProgressTtl({"a": 100_000})
+    now = warm(rule, prompt=40_000)
+    rule.tick(waiting(1), now)
+    for program, tokens in (("p", 52_000), ("q", 55_000)):
+        assert not rule.asked(program, tokens, now)
+    now += FORCED_S
+    assert len(rule.tick(waiting(0), now)) == 2
+    rule.tick(NO_LOADS, now)
+    rule.answered("p", answer(52_000, 10), now + 1)
+    assert rule.asked("p", 52_010, now + 1.1)
 
 
 def load(usage: float, queries: int, hits: int) -> dict[str, Load]:
