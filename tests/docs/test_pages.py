@@ -45,6 +45,29 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in local if not (page.parent / link).exists()] == []
 
 
+def _anchors(page: Path) -> set[str]:
+    """Return the fragments that lead into a page, as GitHub makes them of its headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = (
+        re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    )
+    made = {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+    return made | set(re.findall(r'<a id="([^"]+)">', text))
+
+
+@pytest.mark.parametrize("name", [name for name in TRACKED if name.endswith(".md")])
+def test_links_to_headings_lead_to_one(name: str) -> None:
+    page = REPOSITORY / name
+    links = re.findall(r"\]\(([^)\s]+\.md|)#([^)\s]+)\)", page.read_text())
+    local = {(file, fragment) for file, fragment in links if "://" not in file}
+    lost = [
+        f"{file}#{fragment}"
+        for file, fragment in sorted(local)
+        if fragment not in _anchors(page.parent / file if file else page)
+    ]
+    assert lost == []
+
+
 def test_a_cell_of_a_table_is_a_phrase() -> None:
     # Two or three tests' names fit; what needs more is text below the table.
     long = []

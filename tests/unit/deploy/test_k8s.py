@@ -53,6 +53,8 @@ ROUTER = {"StatefulSet/router": "router", "Deployment/gateway": "gateway"}
 REDIS = {"StatefulSet/redis": "redis"}
 SIDECAR = {"StatefulSet/vllm": "agent vllm"}
 PER_NODE = {"DaemonSet/vllm": "vllm", "DaemonSet/agent": "agent"}
+# Their names have a hash of their content, so that each change leaves the old ones behind.
+MADE_ANEW = ("ConfigMap", "Secret")
 
 
 @pytest.mark.parametrize(
@@ -290,6 +292,17 @@ def test_prefill_and_decode_instances_reach_each_other_and_know_their_side() -> 
         assert {"port": "bootstrap"} in among["ports"]
         assert asked["ports"] == [{"port": "bootstrap"}]
     assert find(objects, "ConfigMap", "router")["data"]["POINTSMAN_ROUTER_POLICY"] == "elastic"
+
+
+def test_the_page_names_all_that_a_change_to_prefill_and_decode_leaves_behind() -> None:
+    page = (check_deploy.DEPLOY / "README.md").read_text()
+    (named,) = re.findall(r"`kubectl -n pointsman delete (.*?)`", page)
+
+    def applied(overlay: str) -> set[str]:
+        objects = check_deploy.render(OVERLAYS / overlay)
+        return {f"{o['kind'].lower()}/{o['metadata']['name']}" for o in objects if o["kind"] not in MADE_ANEW}
+
+    assert set(named.split()) == applied("gpu") - applied("prefill-decode")
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,9 @@ class RouterSettings(BaseSettings):
         description="number of failed requests in a row after which an instance gets requests only on trial; 0: never",
     )
     lost_instance_s: float = Field(
-        _STATE.lost_instance_s, gt=0, description="seconds that an instance is kept after its agent's stream has ended"
+        _STATE.lost_instance_s,
+        gt=0,
+        description="seconds that an idle instance is kept after its agent's stream has ended; one that answers stays",
     )
     migration_window_s: float = Field(
         _STATE.migration_window_s,
