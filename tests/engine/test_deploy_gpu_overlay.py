@@ -214,6 +214,9 @@ def test_an_engine_that_is_told_to_end_ends_its_answers(cluster: Cluster, client
         text = "".join(next(stream).choices[0].delta.content or "" for _ in range(5))
         with core_paused(engine):
             pod.containers["agent"].stop()
+            with _fleet(cluster) as (fleet, shown):
+                left = fleet.ListInstances(fleet_pb2.ListInstancesRequest(), metadata=shown).instances
+            assert not left, "nothing more is placed on it"
             os.kill(engine.pid, signal.SIGTERM)
             until(lambda: "stopping engine client" in pod.log("vllm"), within_s=60, what="the engine told to end")
         text += "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)

@@ -58,6 +58,16 @@ async def test_an_agent_ends_while_it_says_goodbye(engine: FakeEngine, router: F
     await eventually(lambda: all(stream.ended for stream in router.streams), "the streams' ends")
 
 
+@pytest.mark.parametrize("ends", [False, True])
+async def test_an_engine_that_ends_with_its_agent_leaves_the_fleet(
+    engine: FakeEngine, router: FakeRouter, tmp_path: Path, ends: bool
+) -> None:
+    """Otherwise a busy engine of a pod that is being stopped would stay in the fleet, since it answers."""
+    async with running(engine.url, [router.address], tmp_path, ends_with_engines=ends):
+        await eventually(lambda: bool(router.streams and router.streams[0].loads), "its load")
+    assert router.streams[0].goodbye == ("its pod is being stopped" if ends else None)
+
+
 async def test_a_process_that_left_before_its_welcome_is_said_goodbye_to(
     engine: FakeEngine, router: FakeRouter, tmp_path: Path
 ) -> None:

@@ -41,6 +41,8 @@ log = structlog.get_logger()
 # Interval between two collections of all garbage, s. One takes 16 ms for each engine with a million cached tokens. When Python
 # chose the times, they took a fifth of the agent's CPU time, since cached blocks come and go.
 COLLECT_INTERVAL_S = 300.0
+# Why engines end that end with their agent.
+ENDING = "its pod is being stopped"
 
 
 def run(settings: AgentSettings) -> None:
@@ -134,7 +136,7 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
         for task in (failed, *tasks):
             task.cancel()
         results = await asyncio.gather(failed, *tasks, return_exceptions=True)
-        await monitors.stop()
+        await monitors.stop(ENDING if settings.ends_with_engines and stop.is_set() else "")
     for result in results:
         if isinstance(result, Exception):
             raise result

@@ -50,10 +50,13 @@ class MonitoredEngines:
         """Wait until a monitor ends by a fault, and raise its error."""
         await asyncio.shield(self._fault)
 
-    async def stop(self) -> None:
-        """Stop all monitors; the state of their instances is saved. Raises the error of one that fails."""
+    async def stop(self, goodbye: str = "") -> None:
+        """Stop all monitors; the state of their instances is saved. `goodbye`: why the engines end, too; empty: they do not.
+        Raises the error of a monitor that fails."""
         tasks = [*self._tasks.values(), *self._leaving]
-        for task in self._tasks.values():
+        for monitor, task in self._tasks.items():
+            if goodbye:
+                monitor.leave(goodbye)
             task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Exception):

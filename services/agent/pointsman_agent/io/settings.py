@@ -58,6 +58,11 @@ class AgentSettings(BaseSettings):
         None,
         description="certificates (PEM) of the authorities trusted for HTTPS engines; default: the system's",
     )
+    ends_with_engines: bool = Field(
+        False,
+        description="the engines end when the agent is stopped, as in one pod: then routers place nothing more on them, and what "
+        "they compute goes on. Otherwise they stay in the fleet while they answer",
+    )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
 
     @field_validator("engines")
