@@ -60,7 +60,10 @@ class FindingsSettings(BaseSettings):
         description="run the trials with host memory and shared storage, and write their section of the document alone",
     )
     processes: int = Field(0, ge=0, description="number of processes; 0: one for each core")
-    results: Path = Field(Path("runs/findings.jsonl"), description="file of the trials; trials in it are not run again")
+    results: Path = Field(
+        Path("docs/results/findings.jsonl"),
+        description="file of the trials; trials in it are not run again, so remove it when a policy's code has changed",
+    )
     calibration: Path = Field(
         Path("runs/calibration/calibration.json"),
         description="results of `pointsman calibrate`; without the file the document keeps its section",
