@@ -128,6 +128,11 @@ def test_a_load_comes_back(load: Load) -> None:
     assert instance_and_load_messages.load(instance_and_load_messages.load_to_wire(load, 7.0), 7.0) == load
 
 
+def test_a_load_may_be_older_than_its_message_can_say() -> None:
+    oldest = instance_and_load_messages.load(agent_pb2.Load(sample_age_ms=2**32 - 1), 7.0)
+    assert instance_and_load_messages.load_to_wire(oldest, 8.0).sample_age_ms == 2**32 - 1
+
+
 @given(ends)
 def test_an_end_comes_back(done: ev.Finished) -> None:
     assert gateway_messages.finished(gateway_messages.finished_to_wire(done)) == done
