@@ -252,3 +252,10 @@ def test_an_end_is_reported_whatever_an_engine_has_counted(endpoint: Endpoint, c
     attempt = Attempt(asked_at=160.0, usage=usage, continues=20)
     report = finished(attempt, ReportFinished("r.1", Outcome.OK), context, 200, 163.0)
     assert report.prompt_tokens in (0, 2**31 + 19)
+
+
+def test_a_record_may_have_numbers_that_are_no_ids() -> None:
+    """A server before an engine may send comments of its own, such as the time."""
+    assert list(ids_of(b":5,6:7")) == [5, 6, 7]
+    for number in (b"1700000000000", b"9" * 5_000):
+        assert ids_of(b":5:" + ids_in(b":" + number + b"\n"))[0] == 5
