@@ -99,7 +99,8 @@ async def test_an_agent_with_an_events_address_that_is_none_goes_on_and_stops(
 ) -> None:
     """The error's traceback keeps a reference to the socket that could not be connected."""
     with structlog.testing.capture_logs() as logs:
-        agent = RunningAgent([f"{engine.url}?events=tcp://no-port"], [router.address], tmp_path)
+        too_long = "x" * 200
+        agent = RunningAgent([f"{engine.url}?events=ipc:///{too_long}"], [router.address], tmp_path)
         await eventually(lambda: any(isinstance(log.get("exc_info"), zmq.ZMQError) for log in logs), "the logged error")
         assert not agent.task.done()
         await agent.stop()

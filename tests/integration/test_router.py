@@ -281,6 +281,7 @@ async def test_what_cannot_be_is_refused_by_the_unary_form_and_names_the_field()
             (place(placed(keys=range(200))), "request.keys"),
             (client.fleet.Explain(fleet_pb2.ExplainRequest(request=placed(keys=range(7)).request)), "request.keys"),
             (place(placed(request_id="open", model="n")), "request.model"),
+            (place(placed(request_id="open", model="")), "request.model"),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await call

@@ -172,7 +172,8 @@ async def test_a_fleet_name_keeps_fleets_apart(tmp_path: Path) -> None:
 
 
 async def test_what_another_version_has_written_is_taken_as_far_as_it_can_be_read(tmp_path: Path) -> None:
-    """A newer version's field is ignored, an older one's missing field has its default, and unreadable entries are left out."""
+    """A newer version's field is ignored, an older one's missing field has its default, and unreadable entries are left out, also
+    those that no version writes."""
     older: dict[str, Any] = {"request_id": "older", "gateway_id": "g", "instance_id": "a", "decision_id": "d"}
     older |= {"input_tokens": 100, "new_tokens": 100, "pool": "m"}
     kept = {"older": older, "newer": {**older, "request_id": "newer", "colour": "red"}, "other": {"request_id": 7}}
@@ -181,7 +182,10 @@ async def test_what_another_version_has_written_is_taken_as_far_as_it_can_be_rea
             client.hset(
                 "pointsman:{default:m}:open", mapping={name: json.dumps(stored) for name, stored in kept.items()}
             )
-            client.hset("pointsman:{default:m}:mean_work", mapping={"work": json.dumps({"work": 7}), "idle": "[]"})
+            client.hset("pointsman:{default:m}:open", mapping={"deep": '{"a":' + "[" * 5_000, b"\xff": b'{"a":"\xff"}'})
+            learned = {"work": json.dumps({"work": 7}), "idle": "[]", "idle_at": "now", "facts": "[" * 5_000}
+            client.hset("pointsman:{default:m}:mean_work", mapping=learned)
+            client.hset("pointsman:{default:m}:affinity", b"\xff", b"\xff")
         async with running(redis_url=url, owner_lease_s=0.5) as (server, agent):
             await Report(agent).join("a")
 

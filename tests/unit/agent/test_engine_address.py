@@ -58,6 +58,10 @@ def test_what_an_engine_wants_of_a_transfer() -> None:
         "http://h?replay=tcp://a:1",
         "http://h?events=carrier-pigeon://loft",
         "http://h?events=tcp://a:1&replay=a:2",
+        # What ZeroMQ binds, but does not connect to.
+        "http://h?events=tcp://*:5557",
+        "http://h?events=tcp://a:1&replay=tcp://a",
+        "http://h?events=ipc://",
         "http://h:x",
         "http://h?gpus=a",
         "http://h?kv=carrier-pigeon",
@@ -68,6 +72,7 @@ def test_what_an_engine_wants_of_a_transfer() -> None:
         "http://h?kv=mooncake&decode-first=1",
         "http://h?long-prefill-token-threshold=-1",
         "http://h?long-prefill-token-threshold=4k",
+        "http://h?long-prefill-token-threshold=9999999999",
     ],
 )
 def test_addresses_that_are_none(text: str) -> None:

@@ -93,9 +93,26 @@ async def after(*messages: list[bytes]) -> tuple[KvSubscriber, list[Any]]:
     return subscriber, [(entry.pop("event"), entry.pop("log_level"), entry) for entry in logs]
 
 
+NAMED = {"type": "BlockStored", "block_hashes": [1]}
+
+
+def swapped(message: list[bytes], value: bytes, other: bytes) -> list[bytes]:
+    return [*message[:2], message[2].replace(value, other)]
+
+
 UNUSABLE: dict[str, tuple[Callable[[int], list[bytes]], str]] = {
     "a hash of another type": (lambda seq: message(seq, ["BlockStored", "hash", 7]), "batch 1 cannot be decoded: "),
     "no batch": (lambda seq: [*message(seq)[:2], b"\xc1"], "batch 1 cannot be decoded: "),
+    "no UTF-8": (
+        lambda seq: swapped(message(seq, {**NAMED, "medium": "GPUX"}), b"GPUX", b"GP\xff\xff"),
+        "batch 1 cannot be decoded: ",
+    ),
+    "a deep value": (
+        lambda seq: swapped(
+            message(seq, {**NAMED, "lookahead_token_ids": "GPUX"}), b"\xa4GPUX", b"\x91" * 5_000 + b"\x05"
+        ),
+        "batch 1 cannot be decoded: ",
+    ),
     "two frames": (lambda seq: message(seq)[:2], "a message of 2 frames"),
     "a short number": (lambda _: [b"", b"\x01", b""], "a sequence frame of 1 bytes"),
 }
@@ -126,3 +143,11 @@ async def test_events_of_unknown_types_or_fields_are_skipped_and_each_is_logged_
     assert event == "KV events have types or fields that are not known; they are skipped"
     assert (level, rest) == ("warning", {"names": ["BlockPinned", "BlockStored.colour"]})
     assert not subscriber.problem
+
+
+async def test_a_batch_is_used_whatever_the_fields_have_that_are_not_known() -> None:
+    newer = {**msgspec.to_builtins(store((2,))), "colour": "GPUX"}
+    for odd in (b"\xa4GP\xff\xff", b"\x91" * 100 + b"\x81\x80\x05"):
+        subscriber, logged = await after(swapped(message(0, newer), b"\xa4GPUX", odd))
+        assert not logged
+        assert (subscriber.problem, subscriber.counts.undecodable, subscriber.applied) == ("", 0, 0)

@@ -185,6 +185,16 @@ def many_cached_blocks(keys: int) -> CachedBlocks:
     return cached_blocks
 
 
+def test_a_load_may_be_older_than_its_message_can_say() -> None:
+    stream = ReportProtocol(many_cached_blocks(3), INSTANCE, "agent", **INTERVALS)
+    stream.next_message(0.0)
+    stream.load(pb.Load(), 0.0)
+    stream.received(welcome(), 1e8)
+    load = stream.next_message(1e8)
+    assert load is not None
+    assert load.load.sample_age_ms == 2**32 - 1
+
+
 def test_load_comes_right_after_welcome_and_only_the_latest() -> None:
     stream = ReportProtocol(many_cached_blocks(3), INSTANCE, "agent", **INTERVALS)
     stream.next_message(0.0)

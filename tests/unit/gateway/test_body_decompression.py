@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pointsman_gateway.core.body_decompression import (
     FREE_BYTES,
+    MAX_MEMBERS,
     MAX_RATIO,
     PIECE_BYTES,
     BodyDecoder,
@@ -53,6 +54,15 @@ def test_a_body_is_decoded_however_it_is_cut(encoding: str, body: bytes, more: b
     cut = BodyDecoder(encoding)
     decoded(cut, COMPRESS[encoding](body)[:-1], step)
     assert not cut.complete
+
+
+@pytest.mark.parametrize("encoding", COMPRESS)
+def test_a_body_of_countless_members_is_refused(encoding: str) -> None:
+    """29,000 empty frames are 256 KiB, decode to nothing, and took a second of the event loop."""
+    member = COMPRESS[encoding](b"")
+    assert decoded(BodyDecoder(encoding), member * MAX_MEMBERS, 1_000) == b""
+    with pytest.raises(BodyTooDense):
+        decoded(BodyDecoder(encoding), member * (MAX_MEMBERS + 1), 1_000)
 
 
 @pytest.mark.parametrize("encoding", COMPRESS)

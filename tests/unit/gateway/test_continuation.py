@@ -23,7 +23,7 @@ from pointsman_gateway.core.request.prepare import set_keys
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import Outcome, ReportFinished
 from pointsman_gateway.core.streaming.id_comments import ids_in
-from pointsman_gateway.core.streaming.parse_stream_end import Usage
+from pointsman_gateway.core.streaming.parse_stream_end import Usage, usage_of
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": True}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "a", "stream": True}
@@ -184,6 +184,21 @@ def test_the_body_carries_the_recorded_answer() -> None:
     assert sent.items() >= CHAT.items()
 
 
+def test_the_gateways_field_for_the_record_is_the_only_one_of_its_name() -> None:
+    """Of two fields of one name engines take the last, which is the client's."""
+    assert not parse(Endpoint.CHAT, json.dumps(CHAT | {"vllm_xargs": None}).encode()).continuable
+
+
+@pytest.mark.parametrize("store", [True, None])
+def test_the_rest_of_a_response_is_not_stored_whatever_its_client_wants(store: bool | None) -> None:
+    body = {"model": "m", "input": "hi", "stream": True, "store": store}
+    context: Any = object.__new__(RequestContext)
+    context.call = parse(Endpoint.RESPONSES, json.dumps(body).encode())
+    context.kept_payload, context.response_id = context.call.payload, "resp_1"
+    assert context.call.continuable
+    assert json.loads(context.payload_at("a")) == body | {"store": False, "request_id": "resp_1"}
+
+
 @pytest.mark.parametrize("prompt_tokens", [32, 40, 7])
 def test_the_rest_is_placed_by_the_tokens_of_the_prompt_and_the_answer(prompt_tokens: int) -> None:
     ids = list(range(100, 100 + prompt_tokens))
@@ -225,3 +240,22 @@ def test_the_router_is_told_of_the_rest_and_the_client_of_the_whole() -> None:
     assert (report.timings.first_token_ms, report.timings.done_ms) == (1_000, 3_000)
     first = finished(replace(attempt, continues=0), ReportFinished("r", Outcome.OK), context, 200, 163.0)
     assert (first.prompt_tokens, first.output_tokens, first.timings.done_ms) == (50, 30, 63_000)
+
+
+@pytest.mark.parametrize("count", [2**31 - 1, 2**31, 2**32 - 1, 2**64, -1])
+@pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.MESSAGES])
+def test_an_end_is_reported_whatever_an_engine_has_counted(endpoint: Endpoint, count: int) -> None:
+    """A number that the message has no room for would raise an error, and the router would count the request for ever."""
+    names = ("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens", "cache_read_input_tokens")
+    usage = usage_of(json.dumps({"usage": dict.fromkeys(names, count)}).encode(), endpoint)
+    context: Any = SimpleNamespace(call=parse(Endpoint.CHAT, json.dumps(CHAT).encode()), received_at=100.0)
+    attempt = Attempt(asked_at=160.0, usage=usage, continues=20)
+    report = finished(attempt, ReportFinished("r.1", Outcome.OK), context, 200, 163.0)
+    assert report.prompt_tokens in (0, 2**31 + 19)
+
+
+def test_a_record_may_have_numbers_that_are_no_ids() -> None:
+    """A server before an engine may send comments of its own, such as the time."""
+    assert list(ids_of(b":5,6:7")) == [5, 6, 7]
+    for number in (b"1700000000000", b"9" * 5_000):
+        assert ids_of(b":5:" + ids_in(b":" + number + b"\n"))[0] == 5

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pointsman_gateway.core.api import Endpoint, parse
+from pointsman_gateway.core.api import ApiRequestError, Endpoint, parse
 from pointsman_gateway.core.api.anthropic_messages import disabled_effort, merged_system, system_only_first
 from tests.support.tiny_tokenizer import CHATML
 
@@ -148,6 +148,15 @@ def test_responses_become_a_chat() -> None:
     assert chat_of(Endpoint.RESPONSES, input="hi")["messages"] == [user("hi")]
     part = {"type": "message", "role": "assistant", "status": "incomplete", "content": [{"text": "Once"}]}
     assert chat_of(Endpoint.RESPONSES, input=[items[0], part])["continue_final_message"] is True
+
+
+@pytest.mark.parametrize("content", [5, True, {"a": 1}, [5], [None], [["x"]]])
+@pytest.mark.parametrize("item", ["content", "output"])
+def test_an_item_whose_content_is_neither_text_nor_parts_is_refused(item: str, content: Any) -> None:
+    kinds = {"content": {"role": "user"}, "output": {"type": "function_call_output", "call_id": "c"}}
+    with pytest.raises(ApiRequestError) as refused:
+        parse(Endpoint.RESPONSES, json.dumps({"model": "m", "input": [kinds[item] | {item: content}]}).encode())
+    assert (refused.value.status, refused.value.param) == (400, "input[0].content")
 
 
 def test_custom_tools_and_namespaces_become_functions() -> None:

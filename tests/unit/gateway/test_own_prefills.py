@@ -41,6 +41,13 @@ def test_only_what_was_there_without_the_request_is_a_hit(
     assert cached - sliced(*slices).among("a", cached) == hits
 
 
+def test_no_more_is_a_hit_than_an_engine_counts_whatever_it_counted_before() -> None:
+    own = OwnPrefills()
+    own.ended("a", 1_000, 0, 0)
+    own.ended("a", 2_000, 1_000, 400_000)
+    assert 0 <= own.among("a", 3_000) <= 3_000
+
+
 def test_what_was_computed_at_one_instance_is_a_hit_at_no_other() -> None:
     own = sliced((1000, 0))
     assert own.among("b", 640) == 0

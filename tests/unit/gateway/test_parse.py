@@ -187,6 +187,14 @@ def test_numbers_and_booleans_are_read_as_vllm_reads_them(fields: dict[str, Any]
     assert (call.max_output_tokens, call.stream, call.hide_usage) == (limit, stream, stream)
 
 
+@pytest.mark.parametrize("value", [True, 5, 1.5, "x", [{}], [[]], {"a": 1}])
+@pytest.mark.parametrize("field", ["include", "stream_options", "tools", "truncation", "text", "tool_choice", "seed"])
+@pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.RESPONSES, Endpoint.MESSAGES])
+def test_whether_a_stream_may_go_on_can_be_said_of_any_fields(endpoint: Endpoint, field: str, value: Any) -> None:
+    """Fields that an API does not have, or does not check, have any values."""
+    parsed_or_refused(endpoint, json.dumps(GOOD[endpoint] | {"stream": True, field: value}).encode())
+
+
 def test_null_means_not_set() -> None:
     call = parse(
         Endpoint.CHAT, json.dumps(CHAT | {"max_tokens": None, "stream": None, "n": None, "vllm_xargs": None}).encode()

@@ -148,6 +148,12 @@ def chat_stream(*events: dict[str, Any]) -> bytes:
     return b"".join(b"data: " + json.dumps(payload).encode() + b"\n\n" for payload in events) + b"data: [DONE]\n\n"
 
 
+@pytest.mark.parametrize("kind", [[], {}, 5, None])
+def test_an_event_of_a_response_may_have_any_type(kind: object) -> None:
+    event = b"data: " + json.dumps({"type": kind, "response": {"usage": {"input_tokens": 1}}}).encode() + b"\n\n"
+    assert not parse_stream_end(Endpoint.RESPONSES, event).complete
+
+
 def test_why_a_chat_stream_ended_stands_before_its_usage() -> None:
     going: dict[str, Any] = {"choices": [{"delta": {"content": "a"}, "finish_reason": None}]}
     last: dict[str, Any] = {"choices": [{"delta": {}, "finish_reason": "tool_calls"}]}

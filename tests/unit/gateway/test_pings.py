@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -260,6 +261,13 @@ def test_a_code_of_an_engine_that_is_a_number_is_told_by_its_type() -> None:
     error_event = redact_error(ErrorFormat.RESPONSES, 400, body)
     assert b'"code":"BadRequestError"' in as_event(Response(400, error_event), ErrorFormat.RESPONSES)
     assert b'"code":400}' in as_event(Response(400, error_event), ErrorFormat.OPENAI)
+
+
+@pytest.mark.parametrize("code", ["\u00b2", "9" * 5_000])
+def test_a_code_of_an_engine_that_is_no_status_stays_a_text(code: str) -> None:
+    error = redact_error(ErrorFormat.OPENAI, 500, json.dumps({"error": {"message": "no", "code": code}}).encode())
+    event = as_event(Response(500, error), ErrorFormat.OPENAI)
+    assert json.loads(event.removeprefix(b"data: "))["error"]["code"] == code
 
 
 class Streams(RuleBasedStateMachine):

@@ -131,16 +131,18 @@ def test_chunks_that_pass_and_pieces_that_are_fed_are_one_stream(kinds: list[str
     whole, notable = (SseFilter(Endpoint.CHAT, hide_usage=ours) for _ in range(2))
     expected = b"".join(whole.feed(piece) for piece in cut_up(b"".join(chunks), cuts))
     events = SseFilter(Endpoint.CHAT, hide_usage=ours)
-    out = b""
+    out = before = b""
     for endpoint, chunk in zip([*kinds, "done"], chunks, strict=True):
         passed = events.pass_whole(framed(chunk))
         assert bool(passed) == (endpoint == "word")
         if passed:
             out += chunk
+            before = chunk
         else:
             # The parser may receive the chunk in any pieces.
             out += b"".join(events.feed(piece) for piece in cut_up(chunk, cuts[:3]))
-            notable.feed(chunk)
+            notable.feed(before + chunk)
+            before = b""
     assert out == expected
     assert b"10.0.0.7" not in out
     assert events.stream_end() == notable.stream_end()
@@ -163,6 +165,23 @@ def test_where_the_last_event_is_json_the_last_chunk_that_passed_tells_the_end(e
     assert events.stream_end().complete
     assert events.stream_end().sequence_number == (9 if endpoint is Endpoint.RESPONSES else -1)
     assert events.count == 3
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.COMPLETION])
+def test_a_finish_reason_is_told_also_if_its_chunk_passes(endpoint: Endpoint) -> None:
+    events = SseFilter(endpoint, hide_usage=True)
+    for reason in (None, "tool_calls"):
+        assert events.pass_whole(framed(stream({"choices": [{"index": 0, "finish_reason": reason}]}, done=False)))
+    assert events.feed(stream({"choices": [], "usage": USAGE}, done=False)) == b""
+    assert events.feed(b"data: [DONE]\n\n")
+    assert events.stream_end() == StreamEnd(True, Usage(7, 4, 3, "tool_calls"))
+
+
+@pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"])
+def test_usage_that_only_the_gateway_requested_is_dropped_among_events_of_either_end(end: str) -> None:
+    word, usage = json.dumps({"choices": [{"delta": {"content": "w"}}]}), json.dumps({"choices": [], "usage": USAGE})
+    word, usage, done = (f"data: {said}{end}" for said in (word, usage, "[DONE]"))
+    assert SseFilter(Endpoint.CHAT, hide_usage=True).feed((word + usage + done).encode()) == (word + done).encode()
 
 
 def test_a_chunk_does_not_pass_into_the_middle_of_an_event() -> None:

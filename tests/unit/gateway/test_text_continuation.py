@@ -91,6 +91,15 @@ def test_the_other_engine_gets_the_prompt_and_exactly_the_text(tokenizer: ModelT
     )
 
 
+@pytest.mark.parametrize("limit", ["90", 90.0])
+def test_a_limit_in_another_form_is_read_as_engines_read_it(tokenizer: ModelTokenizer, limit: object) -> None:
+    asked = json.dumps(CHAT | {"max_tokens": limit, "cache_salt": "s"}).encode()
+    found = continued_text(Endpoint.CHAT, asked, chunk("the right track"), tokenizer)
+    assert found is not None
+    sent = json.loads(found.payload)
+    assert (sent["max_tokens"], sent["cache_salt"]) == (90 - len(found.ids), "s")
+
+
 def test_a_template_that_changes_the_text_is_not_trusted(tmp_path: Path) -> None:
     stripping = CHATML.replace("message.content", "message.content | trim")
     thinking = CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think></think>'", 1)

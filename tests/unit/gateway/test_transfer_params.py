@@ -56,6 +56,21 @@ def test_another_apis_prompt_is_sent_as_the_chat_that_it_is() -> None:
     assert "stop" not in body
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b'{"choices":[{"finish_reason":"\xff"}]}',
+        b'{"kv_transfer_params":{"a":' + b"[" * 5_000 + b"]" * 5_000 + b"}}",
+        b'{"0":{"engine_id":"\xff"}}',
+    ],
+)
+def test_an_answer_that_cannot_be_read_fails_the_transfer_alone(answer: bytes) -> None:
+    for read in (kv.check_prefilled, kv.nixl_fetch, lambda text: kv.engine_id_of(text, 0)):
+        with pytest.raises(kv.TransferError):
+            read(answer)
+    assert not kv.earlier_slices_evicted(answer, 1_000)
+
+
 def test_a_slice_carries_model_and_salt() -> None:
     path, raw = kv.prefix_request(call(model="lora", cache_salt="s"), (1, 2, 3))
     body = json.loads(raw)

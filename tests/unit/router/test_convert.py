@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from google.protobuf import duration_pb2, json_format
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.router.v1 import placement_pb2
+from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_common.core import key_report_wire
 from pointsman_common.core.key_report_types import SnapshotChunk, Tier
 from pointsman_router.core import events_and_effects as ev
@@ -126,6 +127,18 @@ def test_an_instance_comes_back(info: InstanceInfo) -> None:
 @given(loads)
 def test_a_load_comes_back(load: Load) -> None:
     assert instance_and_load_messages.load(instance_and_load_messages.load_to_wire(load, 7.0), 7.0) == load
+
+
+@pytest.mark.parametrize("age_s", [315_576_000_001, 2**63 - 1])
+def test_a_decision_is_shown_whatever_a_request_says_of_its_age(age_s: int) -> None:
+    wire = placement_pb2.PlacementRequest(request_id="r", age=duration_pb2.Duration(seconds=age_s, nanos=999_999_999))
+    held_s = gateway_messages.placement_request(wire).age_s + 1.0
+    assert json_format.MessageToDict(fleet_pb2.Decision(held=duration(held_s))) == {"held": "315576000000s"}
+
+
+def test_a_load_may_be_older_than_its_message_can_say() -> None:
+    oldest = instance_and_load_messages.load(agent_pb2.Load(sample_age_ms=2**32 - 1), 7.0)
+    assert instance_and_load_messages.load_to_wire(oldest, 8.0).sample_age_ms == 2**32 - 1
 
 
 @given(ends)

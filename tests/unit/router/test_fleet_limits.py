@@ -285,6 +285,26 @@ def test_a_burst_long_ago_keeps_no_slots_from_other_gateways() -> None:
     assert len(open_there) == 8
 
 
+@pytest.mark.parametrize("before", [RateLimits(in_flight=6), RateLimits(requests_per_minute=1_000)])
+def test_a_lower_limit_of_requests_in_flight_holds_while_others_are_always_waiting(before: RateLimits) -> None:
+    accounts, now = KeyLimitAccounts(), 0.0
+    gateway = Gateway("one")
+    gateway.connect(accounts, now)
+    for _ in range(6):
+        gateway.open.append(gateway.admit(accounts, before, now))
+    after = RateLimits(in_flight=2)
+    for _ in range(20):
+        now += 0.5
+        gateway.open.pop(0).close()
+        try:
+            gateway.open.append(gateway.admit(accounts, after, now))
+        except RateLimited:
+            gateway.exchange(accounts, now, asked=False)
+        if len(gateway.open) < 2:
+            break
+    assert len(gateway.open) <= 2
+
+
 def test_requests_in_flight_are_sent_to_the_router_that_takes_over() -> None:
     accounts, gateways = fleet(2)
     limits = RateLimits(in_flight=4)

@@ -103,9 +103,9 @@ def test_what_was_lifted_does_not_come_back_from_a_replica_that_was_away() -> No
 
 def test_the_store_s_counts_where_one_cannot_be_read() -> None:
     own = made(OrderChange("a", 1.0, cordoned=True)).written()
-    newer = '{"policy":{"name":"of a later version"}}'
-    assert merged_operator_configs("", own, newer) == newer
-    assert merged_operator_configs(newer, newer, own) == own
+    for newer in ('{"policy":{"name":"of a later version"}}', '{"of_a_later_version":' + "[" * 5_000):
+        assert merged_operator_configs("", own, newer) == newer
+        assert merged_operator_configs(newer, newer, own) == own
     later = own[:-1] + ',"of_a_later_version":1}'
     assert merged_operator_configs(own, own, later) == later, "the store has all of it, so nothing is written"
 

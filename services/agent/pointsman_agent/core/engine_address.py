@@ -8,10 +8,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
-from pointsman_common.core.addresses import address_of_url
+from pointsman_common.core.addresses import address_of_url, parse_address
 
 _OPTIONS = frozenset(
     {
@@ -30,7 +31,6 @@ _OPTIONS = frozenset(
 )
 KV_PROTOCOLS = ("mooncake", "nixl")
 KV_ROLES = ("both", "producer", "consumer")
-ZMQ_SCHEMES = ("tcp://", "ipc://", "inproc://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ def parse_engine_address(text: str) -> EngineAddress:
             f"engine {url} has the unknown option {', '.join(unknown)} (known: {', '.join(sorted(_OPTIONS))})"
         )
     for name in ("events", "replay"):
-        if name in options and not options[name].startswith(ZMQ_SCHEMES):
-            raise ValueError(f"engine {url}: {name} is no ZMQ address: {options[name]!r}")
+        if name in options and not _is_zmq_address(options[name]):
+            raise ValueError(f"engine {url}: {name} is no ZMQ address to connect to: {options[name]!r}")
     if "replay" in options and "events" not in options:
         raise ValueError(f"engine {url} has a replay address without an events address")
     gpus = options.get("gpus")
@@ -97,7 +97,7 @@ def parse_engine_address(text: str) -> EngineAddress:
     if role not in KV_ROLES or ("kv-role" in options and not kv):
         raise ValueError(f"engine {url} has the KV role {role!r}: with a KV protocol, one of {', '.join(KV_ROLES)}")
     long_prefill_token_threshold = options.get("long-prefill-token-threshold", "0")
-    if not (long_prefill_token_threshold.isascii() and long_prefill_token_threshold.isdigit()):
+    if not re.fullmatch(r"[0-9]{1,9}", long_prefill_token_threshold):
         raise ValueError(
             f"engine {url}: long-prefill-token-threshold is a number of tokens, not {long_prefill_token_threshold!r}"
         )
@@ -124,6 +124,16 @@ def offset_port(endpoint: str, rank: int) -> str:
     if not rank or "tcp" not in endpoint or not number.isdecimal():
         return endpoint
     return f"{base}:{int(number) + rank}"
+
+
+def _is_zmq_address(text: str) -> bool:
+    scheme, rest = text.partition("://")[::2]
+    if scheme == "tcp":
+        try:
+            return parse_address(rest).host != "*"
+        except ValueError:
+            return False
+    return scheme in ("ipc", "inproc") and bool(rest)
 
 
 def _base(text: str, url: str) -> str:

@@ -136,7 +136,7 @@ _KNOWN = {kind.__name__: msgspec.structs.fields(kind) for kind in (BlockStored, 
 
 def decode_batch(payload: bytes) -> DecodedBatch:
     """Decode one payload frame. Events of unknown types are skipped. Raises msgspec.MsgspecError if it is no batch, or has an
-    event of a known type in another form."""
+    event of a known type in another form, and UnicodeDecodeError or RecursionError for a value that cannot be decoded."""
     for decoder in (_maps, _arrays):
         try:
             batch = decoder.decode(payload)
@@ -157,7 +157,10 @@ def decode_batch(payload: bytes) -> DecodedBatch:
 
 
 def unknown_fields(payload: bytes) -> set[str]:
-    """Return the fields of a decodable batch's events that are not known: TYPE.FIELD, or TYPE.NUMBER in the array form. Slow."""
+    """Return the fields of a decodable batch's events that are not known: TYPE.FIELD, or TYPE.NUMBER in the array form. Slow.
+
+    Raises as `decode_batch` does, also for the values of these fields.
+    """
     found: set[str] = set()
     for raw in _mixed_batch(payload).events:
         plain = msgspec.msgpack.decode(raw)

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import structlog
 import zmq.asyncio
 from msgspec.structs import replace
@@ -213,9 +212,6 @@ class InstanceMonitor:
         """Create cached blocks and subscriber, from the file if the file is of this lifetime and the publisher confirms that."""
         state = await asyncio.to_thread(self._restorable)
         if state is not None:
-            self.cached_blocks = restore_cached_blocks(
-                state, capacity_blocks=self._capacity_blocks, speculative=self._speculative
-            )
             self.instance.incarnation = state.incarnation
         elif not self._saw_start:
             # Routers may know this incarnation from an agent whose file is lost. Its sequence numbers must not be reused.
@@ -249,19 +245,24 @@ class InstanceMonitor:
         )
 
     def _restorable(self) -> SavedState | None:
-        """Return the saved state if it is of this incarnation, after marking its file as not clean. A file that is damaged, or
-        cannot be read or written, is logged and ignored."""
+        """Return the saved state if it is of this incarnation, after restoring its blocks and marking its file as not clean. A
+        file that is damaged, or cannot be read or written, is logged and ignored."""
         try:
             state = self._file.load()
             if state is None or self._saw_start:
                 return None
             if state.process != self._process or state.model != self.instance.model:
                 return None
+            cached_blocks = restore_cached_blocks(
+                state, capacity_blocks=self._capacity_blocks, speculative=self._speculative
+            )
             # From now on routers may receive deltas that the file does not have.
             self._file.save(replace(state, clean=False))
-        except (msgspec.MsgspecError, OSError) as error:
-            self._log.warning("the saved state cannot be used", path=str(self._file.path), reason=str(error))
+        except Exception as error:  # what a damaged file raises depends on where it is damaged
+            reason = f"{type(error).__name__}: {error}"
+            self._log.warning("the saved state cannot be used", path=str(self._file.path), reason=reason)
             return None
+        self.cached_blocks = cached_blocks
         return state
 
     def _changed(self) -> None:

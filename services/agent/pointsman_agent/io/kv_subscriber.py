@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -51,6 +51,8 @@ READ_INTERVAL_S = 0.05
 PROBLEM_INTERVAL_S = 600.0
 # Fields that are not known are looked for in the first batches, and then in one of so many.
 FIELD_CHECKS = 64
+# What decoding raises for bytes that are no batch, for a text that is not UTF-8, and for a value that is nested too deep.
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +286,7 @@ class KvSubscriber:
         self._last_payload = payload
         try:
             batch = decode_batch(payload)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             # The batch may have removed blocks, so the cached blocks before it may be wrong.
             self._refuse(f"batch {seq} cannot be decoded: {error}")
             return
@@ -316,7 +318,9 @@ class KvSubscriber:
         """Log types and fields of events that are not known, each once."""
         found = set(types)
         if seq < FIELD_CHECKS or seq % FIELD_CHECKS == 0:
-            found |= unknown_fields(payload)
+            # A batch may have fields that cannot be decoded beside those that are known.
+            with suppress(*UNDECODABLE):
+                found |= unknown_fields(payload)
         if found := found - self._unknown:
             self._unknown |= found
             self._log.warning(

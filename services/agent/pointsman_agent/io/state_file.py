@@ -131,7 +131,7 @@ class StateFile:
     def load(self) -> SavedState | None:
         """Return the last saved state; None if there is no file or the file has another version of the format.
 
-        Raises OSError, and msgspec.MsgspecError if the file is damaged.
+        Raises OSError, and msgspec.MsgspecError or ValueError if the file is damaged.
         """
         if not self.path.is_file():
             return None

@@ -18,6 +18,8 @@ PIECE_BYTES = 64 << 10
 # 3 to 20 times.
 MAX_RATIO = 100
 FREE_BYTES = 1 << 20
+# Maximum number of members, or frames, of a body: each takes some 40 us, however small, and may decode to nothing.
+MAX_MEMBERS = 256
 # Binary logarithm of the largest window of a zstd frame, which RFC 8878 recommends to support: 8 MB.
 _WINDOW_LOG = 23
 
@@ -27,7 +29,7 @@ class UndecodableBody(Exception):
 
 
 class BodyTooDense(Exception):
-    """A body was compressed more than MAX_RATIO times."""
+    """A body was compressed more than MAX_RATIO times, or has more than MAX_MEMBERS members."""
 
 
 # Decompressors of the standard library for one member of a gzip body, one zlib stream, or one zstd frame. zlib's have what they
@@ -58,6 +60,7 @@ class BodyDecoder:
         self._stream = self._make()
         self._begun = False
         self._taken = self._given = 0
+        self._members = 1
 
     @property
     def complete(self) -> bool:
@@ -72,7 +75,9 @@ class BodyDecoder:
             if self._stream.eof:
                 if not piece:
                     return
-                self._stream = self._make()
+                self._stream, self._members = self._make(), self._members + 1
+                if self._members > MAX_MEMBERS:
+                    raise BodyTooDense
             try:
                 made = self._stream.decompress(piece, PIECE_BYTES)
             except (zlib.error, ZstdError) as error:

@@ -261,7 +261,9 @@ class KeyUsage:
 
     def _missing(self, limits: RateLimits) -> str | None:
         """Return the first limit of which the lease does not cover one more request; None if it covers all."""
-        if limits.in_flight and self.slots < 1:
+        # Requests of a time with a higher limit, or without one, give back slots that this one does not have.
+        left = limits.in_flight - self.in_flight - self.in_flight_elsewhere
+        if limits.in_flight and min(self.slots, left) < 1:
             return _flights(limits)
         used_up = (f"{rate} {what} per minute" for what, own, _, rate in self._rates(limits) if own.level < 1 - _ALMOST)
         return next(used_up, None)

@@ -376,8 +376,8 @@ class Refused(msgspec.Struct, frozen=True, gc=False):
     # Whether the only cause is that another replica owns the pool, or that this replica has just started.
     not_serving: bool = False
     pool: str = ""  # that of the model; empty: unknown, or none is named in this kind of refusal
-    # If not empty, the refusal (INVALID_ARGUMENT) is only for the call that named this model, since another request has the id.
-    asked_model: str = ""
+    # If given, the refusal (INVALID_ARGUMENT) is only for the call that named this model, since another request has the id.
+    asked_model: str | None = None
     place: int = 0  # in the queue of parked requests that it had, from 1; 0 if it was not parked
     admission: AdmissionRecord | None = None  # what the refusal of a parked request was decided on
 

@@ -62,7 +62,10 @@ class OperatorConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     @classmethod
     def read(cls, text: str) -> OperatorConfig:
         """Parse the stored text ("" for an empty config). Raises msgspec.MsgspecError if it cannot be read."""
-        return msgspec.json.decode(text or "{}", type=cls)
+        try:
+            return msgspec.json.decode(text or "{}", type=cls)
+        except RecursionError as error:
+            raise msgspec.DecodeError(str(error)) from None
 
     def written(self) -> str:
         """Return the text for the store."""

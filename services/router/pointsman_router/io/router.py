@@ -597,9 +597,9 @@ class Router:
             stream.send(refusal=gateway_messages.refusal_to_wire(effect, self.owner_elsewhere(effect)))
 
     def _answer_callers(self, answer: ev.Placed | ev.Refused) -> None:
-        only = answer.asked_model if isinstance(answer, ev.Refused) else ""
+        only = answer.asked_model if isinstance(answer, ev.Refused) else None
         for waiting, model in self._callers.get(answer.request_id, {}).items():
-            if not waiting.done() and only in ("", model):
+            if not waiting.done() and only in (None, model):
                 waiting.set_result(answer)
 
     def _tell_gateways(self) -> None:

@@ -124,7 +124,7 @@ _HARMLESS_IN_MESSAGES: Mapping[str, Callable[[Any], bool]] = {
 _HARMLESS_IN_RESPONSES: Mapping[str, Callable[[Any], bool]] = {
     **_HARMLESS_OF_OPENAI,
     "background": lambda value: value is False,
-    "include": lambda value: isinstance(value, list) and set(value) <= {"reasoning.encrypted_content"},
+    "include": lambda value: isinstance(value, list) and value in ([], ["reasoning.encrypted_content"]),
     "text": lambda value: (
         isinstance(value, dict) and value.keys() <= {"format", "verbosity"} and _no_constraint(value.get("format"))
     ),
@@ -148,11 +148,13 @@ def is_continuable(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
         if name == "seed" and endpoint is not Endpoint.MESSAGES:
             if value is not None and body.get("temperature") != 0:
                 return False
-        elif value is not None and not (name in harmless and harmless[name](value)):
+        # The gateway's own vllm_xargs must be the only one, also beside null.
+        elif name == "vllm_xargs" or (value is not None and not (name in harmless and harmless[name](value))):
             return False
-    if any(_is_strict(tool) for tool in body.get("tools") or ()):
+    tools = body["tools"] if isinstance(body.get("tools"), list) else ()
+    if any(map(_is_strict, tools)):
         return False
-    if endpoint is Endpoint.RESPONSES and not all(map(_is_client_s, body.get("tools") or ())):
+    if endpoint is Endpoint.RESPONSES and not all(map(_is_client_s, tools)):
         return False
     # A single prompt, as a text or as token ids.
     prompt = body.get("prompt")
@@ -186,14 +188,13 @@ _NOT_BY_TEXT = frozenset(
 
 def is_continuable_by_text(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
     """Return whether an answer that is continuable can be continued by an engine that only gets its text. `body` is checked."""
-    if any(body.get(name) is not None for name in _NOT_BY_TEXT):
+    # Of the other APIs these fields are not checked.
+    if endpoint not in (Endpoint.CHAT, Endpoint.COMPLETION) or any(body.get(name) is not None for name in _NOT_BY_TEXT):
         return False
     if (body.get("stream_options") or {}).get("continuous_usage_stats"):
         return False
-    if endpoint is Endpoint.COMPLETION:
-        # Without a limit the engine's own holds, which is short and would begin anew.
-        return isinstance(body.get("prompt"), str) and body.get("max_tokens") is not None
-    return endpoint is Endpoint.CHAT
+    # Without a limit an engine's own holds for a completion, which is short and would begin anew.
+    return endpoint is Endpoint.CHAT or (isinstance(body.get("prompt"), str) and body.get("max_tokens") is not None)
 
 
 def _is_strict(tool: Any) -> bool:

@@ -20,6 +20,7 @@ from pointsman_gateway.core.api.field_checks import (
     STRING,
     Rule,
     check_fields,
+    check_turns,
     invalid_parameter,
 )
 from pointsman_gateway.core.pauses import paced
@@ -63,7 +64,7 @@ def check_responses(body: dict[str, Any]) -> None:
 
 
 def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat completions body that vLLM renders for `body`, which must be checked. Raises Unconvertible."""
+    """Return the chat completions body that vLLM renders for a checked `body`. Raises Unconvertible and ApiRequestError."""
     if any(body.get(name) is not None for name in _FOREIGN) or body.get("truncation") not in (None, "disabled"):
         raise Unconvertible("a prompt that only the engine can complete or cut")
     messages: list[dict[str, Any]] = []
@@ -76,6 +77,8 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         turns: list[dict[str, Any]] = []
         for item in paced(given):
             _convert(item, turns)
+        if turns:
+            check_turns(turns, "input")
         messages += turns
     chat: dict[str, Any] = {"messages": messages}
     if _continues(given):

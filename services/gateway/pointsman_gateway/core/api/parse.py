@@ -59,15 +59,11 @@ _LIMITS: Mapping[Endpoint, tuple[str, ...]] = {
 }
 
 
-def _unknown_context(model: str) -> int:
-    return 0
-
-
 def parse(
     endpoint: Endpoint,
     raw: bytes,
     rules: ClientRules = ClientRules(),  # noqa: B008 (frozen)
-    context_of: Callable[[str], int] = _unknown_context,
+    context_of: Callable[[str], int] = lambda model: 0,
     *,
     light_body: Decoded | None = None,
 ) -> ApiCall:

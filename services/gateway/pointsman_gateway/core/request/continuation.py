@@ -18,7 +18,7 @@ from pointsman_gateway.core.api.continuable import RECORD_FIELD
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.tokens.token_cache import TokenIds
 
-_IDS = re.compile(rb"\d+")
+_IDS = re.compile(rb"\d{1,9}")  # no vocabulary has more tokens, and a longer number is no id
 
 
 def with_answer_record(payload: bytes, record: bytes) -> bytes:

@@ -49,7 +49,7 @@ class OwnPrefills:
         them earlier steps had put there. Mutates."""
         prefix = self._prefixes.setdefault(instance_id, _Prefix(0, end))
         prefix.end = max(prefix.end, end)
-        prefix.found = _found(prefix.found, cached, before) if before else min(cached, end)
+        prefix.found = min(_found(prefix.found, cached, before) if before else cached, end)
 
     def end(self, instance_id: str) -> int:
         """Return how many tokens the request has put on an instance, or is putting there; 0 if none."""

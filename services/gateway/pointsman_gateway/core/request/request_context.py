@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity, Use, compatible, merged
@@ -98,6 +100,7 @@ class RequestContext:
         if self.call.endpoint is not Endpoint.RESPONSES:
             return payload
         if self.kept_payload:
-            return with_fields(payload, {"request_id": self.response_id, "store": False})
+            said = msgspec.json.decode(payload, type=dict[str, msgspec.Raw])  # perhaps with the client's own `store`
+            return msgspec.json.encode(said | {"request_id": self.response_id, "store": False})
         self.response_id = response_id(target.instance_id, target.incarnation, self.placement.tenant, self.request_id)
         return with_fields(payload, {"request_id": self.response_id})

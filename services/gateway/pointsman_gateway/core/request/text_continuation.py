@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pointsman_gateway.core.api import ApiRequestError, Endpoint
+from pointsman_gateway.core.api import ApiCall, ApiRequestError, ClientRules, Endpoint
 from pointsman_gateway.core.api.parse import parse
 from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman_gateway.core.tokens.render_budget import Unrenderable
@@ -43,10 +43,11 @@ def continued_text(
     if not text:
         return None
     try:
-        body = msgspec.json.decode(payload)
-        longer = _with_text(endpoint, body, text)
-        before, after = (_tokens(endpoint, asked, tokenizer) for asked in (body, longer))
-    except (msgspec.MsgspecError, Unrenderable, ApiRequestError):
+        asked = parse(endpoint, payload, ClientRules(client_cache_salt=True))
+        longer = _with_text(endpoint, asked.body, text)
+        after = _tokens(parse(endpoint, msgspec.json.encode(longer)), tokenizer)
+        before = _tokens(asked, tokenizer)
+    except (Unrenderable, ApiRequestError):
         return None
     ids, last = after[len(before) :], before[-LAST_TOKENS:]
     # Without special tokens, too: what the client sees never comes from one, but a text may spell one.
@@ -101,8 +102,7 @@ def _with_text(endpoint: Endpoint, body: Mapping[str, Any], text: str) -> dict[s
     }
 
 
-def _tokens(endpoint: Endpoint, body: Mapping[str, Any], tokenizer: ModelTokenizer) -> TokenIds:
-    call = parse(endpoint, msgspec.json.encode(body))
+def _tokens(call: ApiCall, tokenizer: ModelTokenizer) -> TokenIds:
     if call.untokenizable:
         raise Unrenderable(call.untokenizable)
     return array("I", tokenizer.prompt(call).ids)

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from pointsman_gateway.core.api import ApiCall, Endpoint, chat_of, with_fields
+from pointsman_gateway.core.json_object import json_value
 
 MOONCAKE, NIXL = "MOONCAKE", "NIXL"
 # Name in kv_transfer_params by which an engine with the connector package's cache policy knows the last request of a session
@@ -143,10 +144,8 @@ def nixl_fetch(answer: bytes) -> Params:
 
 def check_prefilled(answer: bytes) -> PrefillResponse:
     """Parse P's answer to a prefill. Raises TransferError unless it shows that P computed the whole prompt and keeps its KV."""
-    try:
-        prefilled = msgspec.json.decode(answer, type=PrefillResponse)
-    except msgspec.MsgspecError:
-        raise TransferError("the prefill's answer is no completion") from None
+    if (prefilled := json_value(answer, PrefillResponse)) is None:
+        raise TransferError("the prefill's answer is no completion")
     if not prefilled.choices or prefilled.choices[0].finish_reason != "length":
         raise TransferError("the prefill stopped early")
     return prefilled
@@ -162,10 +161,8 @@ def release_request(transfer: Params) -> tuple[str, bytes]:
 
 def engine_id_of(answer: bytes, rank: int | None) -> str:
     """Return the engine id from a bootstrap server's answer to /query. Raises TransferError if the rank is not registered."""
-    try:
-        ranks = msgspec.json.decode(answer, type=dict[str, _Registered])
-    except msgspec.MsgspecError:
-        raise TransferError("the bootstrap server's answer cannot be parsed") from None
+    if (ranks := json_value(answer, dict[str, _Registered])) is None:
+        raise TransferError("the bootstrap server's answer cannot be parsed")
     registered = ranks.get(str(rank or 0))
     if registered is None or not registered.engine_id:
         raise TransferError("the engine is not registered with its bootstrap server")
@@ -174,11 +171,8 @@ def engine_id_of(answer: bytes, rank: int | None) -> str:
 
 def earlier_slices_evicted(answer: bytes, prefilled_before: int) -> bool:
     """Whether the answer to a slice shows that the slices before it are no longer in the cache."""
-    try:
-        prefilled = msgspec.json.decode(answer, type=PrefillResponse)
-    except msgspec.MsgspecError:
-        return False
-    details = prefilled.usage.prompt_tokens_details if prefilled.usage else None
+    prefilled = json_value(answer, PrefillResponse)
+    details = prefilled.usage.prompt_tokens_details if prefilled and prefilled.usage else None
     return details is not None and (details.cached_tokens or 0) + SLACK_TOKENS < prefilled_before
 
 

@@ -17,7 +17,7 @@ _SEQUENCE = re.compile(rb'"sequence_number":\s?(\d{1,9})')
 _USAGE = re.compile(rb'"usage":\s?\{')
 _INCOMPLETE = re.compile(rb'"incomplete_details":\s?\{\s*"reason":\s?"(\w+)"')
 _FUNCTION_CALL = re.compile(rb'"type":\s?"function_call"')
-_ENDS = frozenset({"response.completed", "response.incomplete", "response.failed"})
+_ENDS = ("response.completed", "response.incomplete", "response.failed")
 _ENGINE_ERROR = "the engine reported an error"
 _NO_OBJECT = "the engine sent an event that is no JSON object"
 # Finish reasons of the other APIs, and earlier ones of OpenAI's -> those of OpenAI's chat completions today.
@@ -183,7 +183,7 @@ def _messages_usage(usage: Any, reason: object) -> Usage:
     usage = usage if isinstance(usage, dict) else {}
     fresh, cached = _count(usage.get("input_tokens")), _count(usage.get("cache_read_input_tokens"))
     if fresh is not None:
-        fresh += (cached or 0) + (_count(usage.get("cache_creation_input_tokens")) or 0)
+        fresh = _count(fresh + (cached or 0) + (_count(usage.get("cache_creation_input_tokens")) or 0))
     return Usage(fresh, cached, _count(usage.get("output_tokens")), _reason(reason))
 
 
@@ -212,4 +212,5 @@ def _reason(said: object) -> str:
 
 
 def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**32 else None
+    # The routers' protocol has room for the sum of two of them.
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31 else None

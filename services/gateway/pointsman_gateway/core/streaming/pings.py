@@ -28,7 +28,7 @@ def as_event(error: Response, error_format: ErrorFormat) -> bytes:
     code = details["code"] or ""
     if error_format is ErrorFormat.OPENAI:
         # The status, which an engine's own error has as its code, is a number in a stream, as in the engine's own events.
-        details["code"] = int(code) if code.isdigit() else details["code"]
+        details["code"] = int(code) if code == str(error.status) else details["code"]
         return b"data: " + msgspec.json.encode({"error": details}) + b"\n\n"
     named = details["type"] if not code or code.isdigit() else code
     return error_event(details["message"], error_format, named, param=details["param"])

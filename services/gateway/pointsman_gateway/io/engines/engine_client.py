@@ -10,6 +10,7 @@ import msgspec
 
 from pointsman_gateway.core.api import ApiRequestError, was_aborted
 from pointsman_gateway.core.http_message import JSON_FIELDS, ResponseWriter
+from pointsman_gateway.core.json_object import json_object
 from pointsman_gateway.core.memory_budget import Holding
 from pointsman_gateway.core.request.request_events import Target
 from pointsman_gateway.core.streaming.rest_of_text import RestOfText
@@ -147,19 +148,15 @@ class Upstream:
             async with asyncio.timeout(timeout_s):
                 asked = msgspec.json.encode(body)
                 answer = await self.post_for_body(Target("", url), "/tokenize", asked, JSON_FIELDS)
-            return msgspec.json.decode(answer, type=_Tokenized).tokens
         except TimeoutError as error:
             raise UpstreamError("/tokenize took too long") from error
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise UpstreamError("/tokenize answered without token ids") from error
         except UpstreamError as error:
             if error.status in (400, 422):
                 return None
             raise
-
-
-class _Tokenized(msgspec.Struct):
-    tokens: list[int]
+        if not isinstance(tokens := json_object(answer).get("tokens"), list):
+            raise UpstreamError("/tokenize answered without token ids")
+        return tokens
 
 
 async def relay_stream(answer: UpstreamResponse, events: SseFilter | RestOfText, out: ResponseWriter) -> None:

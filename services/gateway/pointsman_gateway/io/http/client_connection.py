@@ -166,7 +166,7 @@ class ResponseWriter:
     def lose(self) -> None:
         """Discard all further writes: the client has disconnected."""
         self.lost = True
-        self.send = _nowhere
+        self.send = lambda piece: None
         self.stop_pings()
 
     def _send_first(self, piece: bytes) -> None:
@@ -182,10 +182,6 @@ class ResponseWriter:
     def abort(self) -> None:
         """Close the connection before the end of the body, so that the client sees an incomplete answer."""
         self._connection.abort()
-
-
-def _nowhere(piece: bytes) -> None:
-    pass
 
 
 _NOTHING = memoryview(b"")

@@ -23,6 +23,7 @@ from pointsman_gateway.core.pool_state import instances_without
 from pointsman_gateway.core.request.local_placement import least_inflight
 from pointsman_gateway.core.request.placement_messages import target_of
 from pointsman_gateway.core.stored_responses import StoredResponse, find, says_not_stored
+from pointsman_gateway.core.streaming.answer_form import has_json_form
 from pointsman_gateway.core.streaming.pings import ping_in_silence
 from pointsman_gateway.core.streaming.sse import SseFilter
 from pointsman_gateway.io.engines.engine_client import Upstream, UpstreamError, relay_stream
@@ -89,6 +90,8 @@ class UnplacedProxy:
                 continue
             except UpstreamError:
                 continue
+            if answer.status == 200 and not has_json_form(body):
+                continue
             whole = _whole(answer, body, error_format)
             if answer.status < 500:
                 return whole
@@ -141,6 +144,8 @@ class UnplacedProxy:
         try:
             answer = await self.upstream.send(target_of(instance), method, path, payload, JSON_FIELDS)
             try:
+                if 300 <= answer.status < 400:  # of a server before the engine
+                    raise UpstreamError(f"status {answer.status}", answer.status)
                 yield answer
             finally:
                 answer.close()

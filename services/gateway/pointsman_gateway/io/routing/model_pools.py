@@ -235,8 +235,8 @@ def _load_aside(source: str, hub: HubRules, newest: bool, cache: TokenCache) -> 
             found.set_result(load_tokenizer(find_tokenizer(source, hub, newest=newest), cache))
         except TokenizerNotFound as missing:
             found.set_exception(missing)
-        except Exception as error:
-            # Unexpected file contents: a tokenizer that is in use stays in use.
+        except BaseException as error:
+            # Unexpected file contents: a tokenizer that is in use stays in use. A panic of the library is no Exception.
             log.exception("a tokenizer cannot be read", source=source)
             reason = f"the tokenizer of {source!r} cannot be read: {type(error).__name__}"
             found.set_exception(TokenizerNotFound(reason))

@@ -6,10 +6,13 @@ import math
 
 from google.protobuf import duration_pb2, timestamp_pb2
 
+# Maximum of a protobuf duration, s: some 10,000 years. A longer one cannot be written as JSON.
+MAX_DURATION_S = 315_576_000_000
+
 
 def duration(seconds: float) -> duration_pb2.Duration:
-    """Convert seconds to a protobuf duration. Negative values become 0."""
-    nanos = max(int(seconds * 1e9), 0)
+    """Convert seconds to a protobuf duration. Negative values become 0, those above MAX_DURATION_S become that."""
+    nanos = max(int(min(seconds, MAX_DURATION_S) * 1e9), 0)
     return duration_pb2.Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
 
 

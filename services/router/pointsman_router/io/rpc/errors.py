@@ -36,7 +36,7 @@ async def abort(context: Any, status: grpc.Status) -> NoReturn:
 def refusal_status(refused: ev.Refused, owner: Owner | None = None) -> grpc.Status:
     """Return a refusal as a status, with RetryInfo if a retry may help. If `owner` is given, the reason is NOT_OWNER, and
     the metadata name this owner, which is to be asked instead."""
-    if refused.asked_model:
+    if refused.asked_model is not None:
         return field_status("request.model", refused.message)
     details: list[object] = []
     if refused.retry_after_s is not None:

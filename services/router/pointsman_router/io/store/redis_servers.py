@@ -64,6 +64,7 @@ class RedisServers:
             "socket_timeout": timeout_s,
             "socket_connect_timeout": timeout_s,
             "decode_responses": True,
+            "encoding_errors": "replace",  # text that is not UTF-8 is no router's
             "retry": Retry(NoBackoff(), 0),
         }
         self.server = ""

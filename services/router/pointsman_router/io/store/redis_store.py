@@ -551,10 +551,11 @@ class RedisStore:
             pool.epoch = 0
             self._on_event(ev.PoolLost(pool.name))
         pool.epoch, pool.owner, pool.written = epoch, None, 0
+        idle_at = _read(kept["idle_at"], float) if "idle_at" in kept else None
         pool.reading = _Reading(
             _read(kept["work"], MeanWork) if "work" in kept else None,
             _read(kept["idle"], IdleSessions) if "idle" in kept else None,
-            (redis_ms - float(kept.get("idle_at", redis_ms))) / 1e3,
+            (redis_ms - idle_at) / 1e3 if idle_at is not None else 0.0,
             _read(kept["facts"], PoolFacts) if "facts" in kept else None,
         )
         if kept.get("incomplete"):
@@ -781,7 +782,7 @@ def _read(value: str | bytes, kind: type[T]) -> T | None:
     gateways report open requests again, and the rest is learned again."""
     try:
         return msgspec.json.decode(value, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         log.error("a value in Redis cannot be read", kind=kind.__name__, error=str(error))
         return None
 
