@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from pointsman_router.core.instances.instance_orders import MAX_LIFTED, OrderChange
 from pointsman_router.io.operator_config import MAX_DRAINS, OperatorConfig, contradictions
-from pointsman_router.io.router import merged_operator_configs
+from pointsman_router.io.router import ReplicaInfo, merged_operator_configs
 
 IDS = st.sampled_from(["a", "b", "c"])
 TIMES = st.floats(1.0, 20.0)
@@ -120,3 +120,7 @@ def test_what_is_over_is_bounded(beyond: int) -> None:
     for number in range(MAX_LIFTED + beyond):
         config = config.with_order(OrderChange(f"i{number}", number, cordoned=False))
     assert len(config.merged(config).orders) == MAX_LIFTED
+
+
+def test_a_report_of_another_replica_that_is_nested_too_deep_is_empty() -> None:
+    assert ReplicaInfo.read('{"of_a_later_version":' + "[" * 5_000) == ReplicaInfo()

@@ -22,6 +22,7 @@ from pointsman_router.core.instances.instance_orders import (
     later,
     merged_orders,
 )
+from pointsman_router.io.store.stored_json import decoded
 
 # Maximum number of drains in the config; beyond that the oldest are removed. The drain of an instance that never returns stays.
 MAX_DRAINS = 1_000
@@ -62,10 +63,7 @@ class OperatorConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     @classmethod
     def read(cls, text: str) -> OperatorConfig:
         """Parse the stored text ("" for an empty config). Raises msgspec.MsgspecError if it cannot be read."""
-        try:
-            return msgspec.json.decode(text or "{}", type=cls)
-        except RecursionError as error:
-            raise msgspec.DecodeError(str(error)) from None
+        return decoded(text or "{}", cls)
 
     def written(self) -> str:
         """Return the text for the store."""

@@ -42,6 +42,7 @@ from pointsman_router.io.operator_config import OperatorConfig, contradictions
 from pointsman_router.io.settings import RouterSettings
 from pointsman_router.io.store.redis_store import RedisStore
 from pointsman_router.io.store.store import MemoryStore, Store, StoreEffect
+from pointsman_router.io.store.stored_json import decoded
 from pointsman_router.io.telemetry.decision_log import DecisionLog
 from pointsman_router.io.telemetry.event_metrics import EventMetrics
 from pointsman_router.io.telemetry.history_sampler import keep_history
@@ -84,7 +85,7 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True):
     def read(cls, text: str) -> ReplicaInfo:
         """Parse another replica's report. Return an empty one if it cannot be read."""
         try:
-            return msgspec.json.decode(text or "{}", type=cls)
+            return decoded(text or "{}", cls)
         except msgspec.MsgspecError:
             return cls()
 

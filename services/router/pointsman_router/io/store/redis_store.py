@@ -42,6 +42,7 @@ from pointsman_router.io.store import redis_scripts
 from pointsman_router.io.store.redis_address import RedisAddress
 from pointsman_router.io.store.redis_servers import REDIS_ERRORS, RedisServers
 from pointsman_router.io.store.store import Replica, Stored, StoreEffect, StoreEvent
+from pointsman_router.io.store.stored_json import decoded
 
 T = TypeVar("T")
 # Owner's id, its address, epoch, number of the last change, Redis' time in ms, as ACQUIRE returns them.
@@ -781,8 +782,8 @@ def _read(value: str | bytes, kind: type[T]) -> T | None:
     """Decode a stored value; None if it cannot be read, because a router of another version wrote it. That is no lasting loss:
     gateways report open requests again, and the rest is learned again."""
     try:
-        return msgspec.json.decode(value, type=kind)
-    except (msgspec.MsgspecError, RecursionError) as error:
+        return decoded(value, kind)
+    except msgspec.MsgspecError as error:
         log.error("a value in Redis cannot be read", kind=kind.__name__, error=str(error))
         return None
 
