@@ -275,7 +275,41 @@ REPEATED_LOOKUPS: dict[str, Any] = {
     ],
 }
 
+# A step preempts its only request, waits for the copies of that one's blocks, and schedules nothing.
+LONE_PREEMPTION: dict[str, Any] = {
+    "config": {
+        "block_size": 16,
+        "kv_blocks": 12,
+        "host_blocks": 13,
+        "max_num_batched_tokens": 38,
+        "max_num_seqs": 1,
+        "scheduling_policy": "fcfs",
+        "host_s": 1.613,
+        "host_token_s": 0.00071,
+        "storage_s": 0.0171,
+        "storage_token_s": 0.00037,
+    },
+    "storage": False,
+    "requests": {
+        **{f"r{number}": {"prompt": [3] * 150, "max_tokens": 1, "priority": 0} for number in range(7)},
+        "r5": {"prompt": [4] * 150, "max_tokens": 1, "priority": 0},
+        "r7": {"prompt": [1] * 16 + [3] * 80, "max_tokens": 2, "priority": 0},
+    },
+    "actions": [
+        *[["submit", f"r{number}"] for number in range(4)],
+        *STEPS[1:],
+        *STEPS,
+        *STEPS,
+        ["step", None],
+        *[["submit", f"r{number}"] for number in range(4, 8)],
+        *[["step", None]] * 9,
+        ["wait", 1.27],
+        ["step", None],
+    ],
+}
 
+
+@example(script=LONE_PREEMPTION)
 @example(script=ABORTED_LOAD)
 @example(script=REPEATED_LOOKUPS)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -194,7 +194,8 @@ class EngineModel:
         self._finishing.clear()
 
     def step(self, now: float) -> StepResult:
-        """Run one step that starts at `now` (s). Without work it takes no time; its events are only those that were pending."""
+        """Run one step that starts at `now` (s). A step that schedules nothing takes only the time for which it waits for the copies
+        of preempted requests' blocks; without work its events are only those that were pending."""
         self.finish_step()
         events: list[Event] = self._pending
         self._pending = []
@@ -225,8 +226,10 @@ class EngineModel:
 
     def _duration(self, scheduled: dict[EngineSequence, int], now: float) -> float:
         """Return the seconds of a step at `now`, before its tokens count as computed. Mutates."""
+        # vLLM's worker waits for a preempted request's copies before it looks whether there is anything to compute.
+        waits_s = max(self._waits_until - now, 0.0)
         if not scheduled:
-            return 0.0
+            return waits_s
         profile = self.profile
         duration = profile.step_s
         if self._was_idle:
@@ -234,7 +237,7 @@ class EngineModel:
             duration += profile.wake_s
         for sequence, count in scheduled.items():
             duration += profile.chunk_s(count, sequence.computed)
-        return duration + max(self._waits_until - now, 0.0)
+        return duration + waits_s
 
     def _complete_transfers(self, now: float) -> None:
         offloading = self.offloading

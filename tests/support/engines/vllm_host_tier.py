@@ -225,9 +225,10 @@ class Runner:
         meta, jobs = output.kv_connector_metadata, self.connector._jobs
         for job, load in meta.load_jobs.items():
             self.loads.begin(job, load.req_id, len(jobs[job].keys), now)
-        # Blocks of ended requests that are allocated again are waited for, too: the model has no physical blocks.
+        # Blocks of ended requests that are allocated again are waited for, too: the model has no physical blocks. A step that
+        # schedules nothing waits as well: GPUModelRunner.execute_model() calls handle_preemptions() first.
         waits = [end for end, _, name in self.stores if name in self.preempted]
-        duration = 1.0 + max([0.0, *(end - now for end in waits)]) if output.num_scheduled_tokens else 0.0
+        duration = max([0.0, *(end - now for end in waits)]) + (1.0 if output.num_scheduled_tokens else 0.0)
         self.now += duration
         for job, store in meta.store_jobs.items():
             self.stores.begin(job, store.req_id, len(jobs[job].keys), self.now)
