@@ -86,6 +86,7 @@ class ResizableSimulator(Simulator):
 
 def _concerns(running: SimulatedRequest, name: str) -> bool:
     step = running.step
-    return step is not None and (
-        step.target.instance_id == name or (step.kv_target is not None and step.kv_target.instance_id == name)
-    )
+    if step is None:
+        return False
+    concerned = (step.target, step.kv_target, step.kv_source if step.fetches else None)
+    return any(target is not None and target.instance_id == name for target in concerned)

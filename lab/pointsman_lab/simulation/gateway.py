@@ -420,6 +420,13 @@ class SimulatedGateway:
     def _submit(
         self, running: SimulatedRequest, to: ge.Target, step: ge.StepAssigned, request: EngineRequest, now: float
     ) -> None:
+        if to.instance_id not in self._instances:
+            # Nothing reserves a KV source for a fetch, so it may have left before the gateway heard of the step.
+            assert step.fetches, f"{request.request_id} is sent to an instance that has left"
+            running.upstream = "", ""
+            left = ge.PrefillEnded("the KV source has left", instance_failed=True, instance_id=to.instance_id)
+            running.follow_ups.append(left)
+            return
         try:
             self._instances[to.instance_id].submit(request, now)
         except ValueError as error:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pointsman_lab.engine.interface import EngineConfig
@@ -111,6 +111,22 @@ def test_a_name_that_is_taken_again_is_another_instance() -> None:
 NAMES = st.sampled_from(["i0", "i1", "i2", "x"])
 
 
+# A prefix is to be fetched from an instance that leaves before the gateway hears of it.
+SOURCE_LEAVES = (
+    [
+        (12.643351431615065, "join", "x"),
+        (32.698448469782, "leave", "x"),
+        (47.78083117678022, "join", "i2"),
+        (0.0, "leave", "i1"),
+        (71.9478778559453, "leave", "i0"),
+    ],
+    740,
+    "foresight",
+    {"placement_s": 0.5, "api_s": 0.5},
+)
+
+
+@example(*SOURCE_LEAVES)
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0, 90), st.sampled_from(["join", "leave"]), NAMES), max_size=20),
