@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from pointsman_lab.rival_policies.registry import POLICIES, make_policy
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core import fleet_view_builder, shortlist
+from pointsman_router.core.instances.instance_orders import InstanceOrder
 from pointsman_router.core.placement_types import Candidate, Decision, FleetView, PlacementRequest, Unseen
 from pointsman_router.core.policy.linear import Additive
 from pointsman_router.core.policy.unified import Unified
@@ -221,14 +222,22 @@ def test_members_that_come_and_go_are_followed() -> None:
 
 
 def test_policies_weigh_the_unseen_with_the_seen() -> None:
-    seen = tuple(candidate(name, num_requests=20) for name in "ab")
+    seen = tuple(candidate(name, num_requests=requests) for name, requests in (("a", 10), ("b", 6)))
     every = (*seen, *(candidate(name, num_requests=2) for name in "cdefgh"))
     unified = Unified(ceiling_min=1.0)
     assert unified.below_ceiling(seen) == seen
     unseen = Unseen(instances=6, num_requests=12)
-    assert unified.below_ceiling(seen, unseen) == tuple(
-        candidate for candidate in unified.below_ceiling(every) if candidate in seen
-    )
+    below = tuple(candidate for candidate in unified.below_ceiling(every) if candidate in seen)
+    assert unified.below_ceiling(seen, unseen) == below == seen[1:]
+
+
+def test_idle_instances_that_get_no_requests_do_not_put_all_others_above_the_ceiling() -> None:
+    router = fleet()
+    router.handle(ev.OrdersChanged({name: InstanceOrder(cordoned=True) for name in NAMES[2:]}), 0.0)
+    for number in range(60):
+        assert decision_of(router, f"r{number}", tokens=5).instance_id in NAMES[:2]
+    busy = tuple(candidate(name, num_requests=requests) for name, requests in (("a", 60), ("b", 20), ("c", 21)))
+    assert Unified().below_ceiling(busy, Unseen(instances=90)) == busy[1:]
 
 
 def test_a_session_leaves_an_owner_with_more_tokens_than_the_mean_of_all() -> None:
