@@ -202,6 +202,20 @@ def test_whether_fetches_of_one_source_wait_for_each_other_is_learned() -> None:
     fetches.check_invariants(("w",))
 
 
+def test_where_tokens_take_no_time_by_the_learned_price_no_wait_is_learned() -> None:
+    fetches = Fetches()
+    for number in range(LoadPriceFit.TRUSTED_AFTER):
+        seconds, tokens = (0.5, 2_048) if number % 2 else (0.4, 32_000)
+        fetched(fetches, f"r{number}", seconds, tokens=tokens)
+    price = fetches.price("m", 100_000)
+    assert price.token_s == 0.0 < price.latency_s
+    for name, target in (("r", "b"), ("s", "c")):
+        fetches.opened(name, "m", "a", target, range(1, 1_001), 16_000, 16_000, price, 9.0, behind=False)
+    fetches.done("s", "c", 10.0)
+    fetches.done("r", "b", 10.0)
+    fetches.check_invariants(())
+
+
 def test_an_instance_is_no_source_for_a_while_after_a_failure() -> None:
     fetches = Fetches()
     fetches.opened("r", "m", "a", "b", KEYS, 4_096, 4_096, PRICE, 0.0, behind=False)

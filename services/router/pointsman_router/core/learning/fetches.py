@@ -130,12 +130,13 @@ class Fetches:
         # Behind prefills it took longer than the transfer, so it says something only if it was faster than expected.
         if fetch.behind and seconds >= fetch.expected_s:
             return
-        if fetch.ahead:
+        if not fetch.ahead:
+            self._fits.setdefault(fetch.pool, LoadPriceFit()).learn(instance_id, fetch.tokens, seconds)
+        # By a price at which tokens take no time, nothing can be told of how many it waited for.
+        elif fetch.price.token_s > 0.0:
             waited = (seconds - fetch.price.seconds(fetch.tokens)) / (fetch.price.token_s * fetch.ahead)
             share = self._share(fetch.pool)
             self._shares[fetch.pool] = share + SHARE_WEIGHT * (min(max(waited, 0.0), 1.0) - share)
-        else:
-            self._fits.setdefault(fetch.pool, LoadPriceFit()).learn(instance_id, fetch.tokens, seconds)
 
     def failed(self, request_id: str, now: float) -> None:
         """End a fetch that failed, if the request has one. Mutates."""
