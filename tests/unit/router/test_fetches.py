@@ -309,6 +309,17 @@ def test_if_the_fetch_fails_the_instance_computes_and_the_source_gives_nothing_f
     assert not again.step.kv_source
 
 
+def test_a_source_is_not_blamed_for_what_failed_where_the_prefix_goes() -> None:
+    made = router()
+    fetch(made)
+    made.handle(ev.StepDone("r", 0, ok=False, error="no connection", instance_failed=True), 2.0)
+    made.check_invariants()
+    assert not made.fetches.failing(2.0)
+    made.handle(ev.Finished("r", "CANCELLED"), 3.0)
+    assert not made.fetches
+    assert fetch(made, "again", 4.0).step.kv_source == "a"
+
+
 def test_a_request_that_ends_ends_its_fetch() -> None:
     made = router()
     fetch(made)

@@ -176,7 +176,7 @@ class PlacementPlans:
         if reservation is None or decision is None or reservation.step_index != event.step_index:
             return []
         if not event.ok:
-            self._requests.fetch_failed(state.request_id, now)
+            self._requests.fetch_failed(state.request_id, now, at_target=event.instance_failed)
             return self._colocate(state, reservation, decision, event, now)
         self._requests.computed(state, now)
         self._evidence.began(reservation, now)
