@@ -88,7 +88,7 @@ class Unified(Policy):
     def below_ceiling(self, eligible: tuple[Candidate, ...], unseen: Unseen = NOTHING_UNSEEN) -> tuple[Candidate, ...]:
         """Return the candidates that the ceiling does not skip; never empty unless `eligible` is.
 
-        Instances left out may be idle because they get no requests (cordoned, say). If their sums put all candidates above the
+        Instances left out may be idle because they get no requests (they failed, say). If their sums put all candidates above the
         ceiling, only the candidates are compared with each other."""
         requests = [candidate.num_requests for candidate in eligible]
         total, others = sum(requests) + unseen.num_requests, len(eligible) + unseen.instances - 1
