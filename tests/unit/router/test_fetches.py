@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.kv_load import LoadPrice
-from pointsman_router.core.learning.fetches import AFTER_FAILURE_S, OVERDUE_FACTOR, Fetches
+from pointsman_router.core.learning.fetches import AFTER_FAILURE_S, FORGET_S, OVERDUE_FACTOR, Fetches
 from pointsman_router.core.learning.load_price_fit import LoadPriceFit
 from pointsman_router.core.placement_types import (
     Candidate,
@@ -165,6 +165,18 @@ def test_the_price_is_learned() -> None:
     assert fetches.price("m", 100_000).seconds(32_000) == pytest.approx(0.05 + 0.32, rel=0.2)
     assert fetches.price("other", 100_000) == prior
     fetches.forget_pool("m")
+    assert fetches.price("m", 100_000) == prior
+
+
+def test_a_price_that_keeps_all_from_fetching_is_forgotten() -> None:
+    fetches = Fetches()
+    prior = fetches.price("m", 100_000)
+    for number in range(LoadPriceFit.TRUSTED_AFTER):
+        fetched(fetches, f"r{number}", 60.0, 100.0 * number)
+    last = 100.0 * number + 60.0
+    fetches.expire(last + FORGET_S - 1.0)
+    assert fetches.price("m", 100_000).seconds(16_000) > 10.0
+    fetches.expire(last + FORGET_S)
     assert fetches.price("m", 100_000) == prior
 
 
