@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.kv_load import LoadPrice
-from pointsman_router.core.learning.fetches import AFTER_FAILURE_S, OVERDUE_FACTOR, Fetches
+from pointsman_router.core.learning.fetches import AFTER_FAILURE_S, FORGET_S, OVERDUE_FACTOR, Fetches
 from pointsman_router.core.learning.load_price_fit import LoadPriceFit
 from pointsman_router.core.placement_types import (
     Candidate,
@@ -168,6 +168,18 @@ def test_the_price_is_learned() -> None:
     assert fetches.price("m", 100_000) == prior
 
 
+def test_a_price_that_keeps_all_from_fetching_is_forgotten() -> None:
+    fetches = Fetches()
+    prior = fetches.price("m", 100_000)
+    for number in range(LoadPriceFit.TRUSTED_AFTER):
+        fetched(fetches, f"r{number}", 60.0, 100.0 * number)
+    last = 100.0 * number + 60.0
+    fetches.expire(last + FORGET_S - 1.0)
+    assert fetches.price("m", 100_000).seconds(16_000) > 10.0
+    fetches.expire(last + FORGET_S)
+    assert fetches.price("m", 100_000) == prior
+
+
 def test_behind_a_prefill_only_a_fast_fetch_says_something() -> None:
     fetches = Fetches()
     price = fetches.price("m", 100_000)
@@ -200,6 +212,20 @@ def test_whether_fetches_of_one_source_wait_for_each_other_is_learned() -> None:
     assert fetches.samples("m") == 0, "of the price they say nothing"
     fetches.forget_pool("m")
     fetches.check_invariants(("w",))
+
+
+def test_where_tokens_take_no_time_by_the_learned_price_no_wait_is_learned() -> None:
+    fetches = Fetches()
+    for number in range(LoadPriceFit.TRUSTED_AFTER):
+        seconds, tokens = (0.5, 2_048) if number % 2 else (0.4, 32_000)
+        fetched(fetches, f"r{number}", seconds, tokens=tokens)
+    price = fetches.price("m", 100_000)
+    assert price.token_s == 0.0 < price.latency_s
+    for name, target in (("r", "b"), ("s", "c")):
+        fetches.opened(name, "m", "a", target, range(1, 1_001), 16_000, 16_000, price, 9.0, behind=False)
+    fetches.done("s", "c", 10.0)
+    fetches.done("r", "b", 10.0)
+    fetches.check_invariants(())
 
 
 def test_an_instance_is_no_source_for_a_while_after_a_failure() -> None:
@@ -293,6 +319,17 @@ def test_if_the_fetch_fails_the_instance_computes_and_the_source_gives_nothing_f
     made.handle(ev.Finished("r", "OK"), 3.0)
     again = fetch(made, "again", 4.0)
     assert not again.step.kv_source
+
+
+def test_a_source_is_not_blamed_for_what_failed_where_the_prefix_goes() -> None:
+    made = router()
+    fetch(made)
+    made.handle(ev.StepDone("r", 0, ok=False, error="no connection", instance_failed=True), 2.0)
+    made.check_invariants()
+    assert not made.fetches.failing(2.0)
+    made.handle(ev.Finished("r", "CANCELLED"), 3.0)
+    assert not made.fetches
+    assert fetch(made, "again", 4.0).step.kv_source == "a"
 
 
 def test_a_request_that_ends_ends_its_fetch() -> None:

@@ -192,6 +192,19 @@ def test_a_prompt_that_none_holds_goes_to_any_and_one_that_waits_for_the_larger_
     assert (placed.request_id, placed.decision.instance_id) == ("second", "large")
 
 
+def test_a_prompt_that_none_holds_does_not_count_in_the_mean_request() -> None:
+    router = state()
+    join(router, "a", 1, max_model_len=131_072)
+    decision_of(router, request_id="usual", tokens=10_000)
+    usual = router.prefill_observer.mean_work("m")
+    for number in range(10):
+        decision_of(router, request_id=f"long{number}", tokens=3_000_000)
+    assert router.prefill_observer.mean_work("m") == usual
+    join(router, "b", 2)
+    decision_of(router, request_id="b", tokens=3_000_000, exclude=("a",))
+    assert router.prefill_observer.mean_work("m") != usual, "the context of this engine is unknown"
+
+
 def test_without_the_larger_engine_a_long_prompt_is_refused_for_now() -> None:
     router = mixed()
     router.instances.drain({"large": "1"})

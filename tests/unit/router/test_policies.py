@@ -153,7 +153,11 @@ def test_baselines() -> None:
         ("unified:weight=1", {}, "settings.weight"),
         ("unified:decode_weight=NaN", {}, "settings.decode_weight"),
         ("elastic:decider=luck", {}, "settings.decider"),
+        ("unified", {"decode_weight": 10**400}, "settings.decode_weight"),
+        ("unified:decode_weight=1" + 5_000 * "0", {}, "settings.decode_weight"),
+        ("unified:decode_weight=" + 100_000 * "[", {}, "settings.decode_weight"),
     ],
+    ids=lambda value: str(value)[:40] if isinstance(value, str) else None,
 )
 def test_wrong_settings_name_the_field(name: str, settings: dict[str, object], field: str) -> None:
     with pytest.raises(SettingError) as error:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from pointsman_lab.rival_policies.registry import POLICIES, make_policy
 from pointsman_router.core.kv_load import LoadPrice
 from pointsman_router.core.placement_types import (
+    NOTHING_UNSEEN,
     Candidate,
     FleetView,
     InstanceState,
@@ -26,6 +27,7 @@ from pointsman_router.core.placement_types import (
     PrefixSource,
     StepKind,
     Transfers,
+    Unseen,
 )
 from pointsman_router.core.policy.auto import Auto
 from pointsman_router.core.policy.base import NO_KV_TRANSFER, Policy, decide, lowest, serve, settings_of
@@ -71,6 +73,15 @@ TRANSFERS = st.builds(
     sending_tokens=st.integers(0, 200_000),
     arriving_tokens=st.integers(0, 200_000),
     arrives_s=st.floats(0, 10),
+)
+
+# As a shortlist has them; a policy that sees all of a pool gets them with a record of another one.
+UNSEEN = st.just(NOTHING_UNSEEN) | st.builds(
+    Unseen,
+    instances=st.integers(10, 1_000),
+    num_requests=REQUESTS,
+    prefilling=st.integers(0, 10),
+    ongoing_tokens=TOKENS,
 )
 
 FACTS = st.builds(
@@ -129,6 +140,7 @@ def cases(draw: st.DrawFn) -> tuple[PlacementRequest, FleetView]:
         draw(st.floats(0, 60)),
         {"": PrefillCurve(), "fast": PrefillCurve(0.001, 1e-6, 1e-10)},
         draw(st.builds(PrefillWork, st.floats(0, 1e5), st.floats(0, 1e9))),
+        draw(UNSEEN),
         facts=draw(FACTS),
         fetch_price=draw(st.just(UNSET) | st.builds(LoadPrice, st.floats(0, 1), st.floats(0, 1e-4))),
     )

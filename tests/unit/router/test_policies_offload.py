@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pointsman_router.core.placement_types import Candidate, Decision, FleetView, Step, StepKind
+from pointsman_router.core.analysis.decision_replay import redecide
+from pointsman_router.core.placement_types import Candidate, Decision, FleetView, Step, StepKind, Unseen
 from pointsman_router.core.policy.base import decide
 from pointsman_router.core.policy.registry import make_policy
 from tests.support.router_values import candidate, request, view
@@ -321,3 +322,13 @@ def test_migrate_without_an_owner_takes_unifieds_choice_as_host() -> None:
     decision = ruled("migrate", seen)
     assert plan(decision) == [("a", "migrate"), ("b", "migrate")]
     assert decision.next_owner == "a"
+
+
+def test_a_recorded_shortlist_has_the_ceiling_of_the_whole_pool() -> None:
+    owner = holding("a", 70_000, num_requests=35, ongoing_decode_tokens=1)
+    idle = [holding(other, 0, num_requests=10) for other in "bcd"]
+    shortlist = replace(view(owner, *idle, owner="a"), unseen=Unseen(instances=100, num_requests=3_000))
+    recorded = ruled("unified", shortlist)
+    assert plan(recorded) == [("a", "session_affinity")]
+    assert redecide(recorded, make_policy("migrate")).result.steps[0].instance_id == "a"
+    assert redecide(recorded, make_policy("elastic")).result.figures["decode_new_tokens"] == TOKENS - 70_000

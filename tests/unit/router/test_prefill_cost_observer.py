@@ -10,7 +10,7 @@ import pytest
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.load.reservations import Reservation, Reservations
 from pointsman_router.core.placement_types import StepTotals
-from pointsman_router.core.prefill_curve import PrefillCurve
+from pointsman_router.core.prefill_curve import PrefillCurve, PrefillCurveFit
 from tests.support.interpreter_steps import Steps
 from tests.support.router_values import info
 
@@ -100,6 +100,35 @@ def test_prompts_that_an_engine_cuts_teach_only_alone() -> None:
     one.place("r2", 3.0)
     one.first_token("r2", 4.0)
     assert one.samples() == 1
+
+
+def test_a_curve_that_slow_first_prefills_have_taught_comes_down_again() -> None:
+    one, now = Watched(), 0.0
+
+    def taught(seconds: float) -> None:
+        nonlocal now
+        one.place("r", now)
+        now += seconds
+        one.first_token("r", now)
+        one.end("r", now)
+
+    for _ in range(PrefillCurveFit.TRUSTED_AFTER):
+        taught(60.0)
+    for _ in range(100):
+        taught(1.0)
+    assert one.observer.curve("m", "gpu").cost_s(1_000, 0) == pytest.approx(1.0, rel=0.1)
+
+
+def test_prefills_of_one_step_teach_only_by_the_first_of_them() -> None:
+    one = Watched()
+    for number in range(100):
+        names = [f"r{number}/{part}" for part in range(4 if number >= PrefillCurveFit.TRUSTED_AFTER else 1)]
+        for name in names:
+            one.place(name, 10.0 * number)
+        for part, name in enumerate(names):
+            one.first_token(name, 10.0 * number + 1.0 + 0.01 * part)
+            one.end(name, 10.0 * number + 2.0)
+    assert one.observer.curve("m", "gpu").cost_s(1_000, 0) == pytest.approx(1.0, rel=0.1)
 
 
 def test_a_prefill_of_an_earlier_owner_is_waited_for_and_teaches_nothing() -> None:

@@ -9,20 +9,22 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.saturation import SaturationLimits
-from pointsman_router.core.placement_types import Step, StepKind
+from pointsman_router.core.kv_load import LoadPrice
+from pointsman_router.core.placement_types import FleetView, PrefixSource, Step, StepKind
 from pointsman_router.core.policy.base import Policy
 from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.prefill_curve import DEFAULT_CURVE, PrefillCurveFit
 from pointsman_router.core.priority import PRIORITIES, Priority
-from pointsman_router.core.requests.deadlines import SURE_SAMPLES, SURE_SHARE
+from pointsman_router.core.requests.deadlines import SURE_SAMPLES, SURE_SHARE, least_prefill_s
 from pointsman_router.core.requests.hold_queue import HeldRequest, HoldQueue, QueueSettings
 from pointsman_router.core.requests.place_or_hold import RETRY_S, _computed
 from pointsman_router.core.router_state import RouterState
-from tests.support.router_values import join, request, set_policy, state
+from tests.support.router_values import candidate, join, request, set_policy, state
 from tests.unit.router.test_hold_queue import Picky, answers, ask, busy, held, order, tell
 
 BATCH, STANDARD, INTERACTIVE = PRIORITIES
@@ -135,6 +137,24 @@ def test_what_is_not_certain_refuses_nobody(unknown: str) -> None:
     keys = () if unknown == "tokens" else KEYS
     [placed] = ask(router, "r", tokens=64_000, keys=keys, ttft_deadline_s=0.001)
     assert isinstance(placed, ev.Placed)
+
+
+@pytest.mark.parametrize(("excluded", "counts"), [("draining", True), ("cordoned", True), ("not_answering", False)])
+def test_a_prefix_that_can_be_fetched_from_an_instance_without_requests_counts(excluded: str, counts: bool) -> None:
+    left = candidate(
+        "a", new=4_000, cached=60_000, excluded=excluded, prefix_source=PrefixSource.EVENTS, kv_gives="MOONCAKE"
+    )
+    cold = candidate("b", new=64_000, prefix_source=PrefixSource.EVENTS)
+    asked = request(tokens=64_000, keys=KEYS, sliceable_tokens=64_000)
+    seen = FleetView((left, cold), curves={"": DEFAULT_CURVE}, fetch_price=LoadPrice(0.1, 1e-6))
+
+    def least_s(view: FleetView) -> float:
+        return least_prefill_s(asked, "m", view, lambda pool, hardware: SURE_SAMPLES)
+
+    fetched_s = SURE_SHARE * DEFAULT_CURVE.cost_s(4_000, 60_000)
+    assert least_s(seen) == (fetched_s if counts else LEAST_S)
+    assert least_s(replace(seen, fetch_price=UNSET)) == LEAST_S
+    assert least_s(replace(seen, candidates=(replace(left, kv_gives=""), cold))) == LEAST_S
 
 
 def test_a_held_request_is_refused_as_soon_as_it_is_late() -> None:

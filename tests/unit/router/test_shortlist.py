@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from pointsman_lab.rival_policies.registry import POLICIES, make_policy
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core import fleet_view_builder, shortlist
-from pointsman_router.core.placement_types import Candidate, Decision, FleetView, PlacementRequest, Unseen
+from pointsman_router.core.instances.instance_orders import InstanceOrder
+from pointsman_router.core.placement_types import Candidate, Decision, FleetView, Load, PlacementRequest, Unseen
 from pointsman_router.core.policy.linear import Additive
 from pointsman_router.core.policy.unified import Unified
 from pointsman_router.core.prefix.exact_index import PrefixIndex
@@ -173,6 +174,41 @@ def test_what_is_not_looked_at_is_given_in_sums(seed: int, steps: int) -> None:
     assert view.unseen.ongoing_tokens == sum(candidate.ongoing_tokens for candidate in others)
 
 
+@pytest.mark.parametrize("why", ["cordoned", "draining", "suspended"])
+def test_instances_that_are_to_get_no_requests_are_in_no_sum(why: str) -> None:
+    router = fleet()
+    load(router, random.Random(3), 60)
+    left, now = NAMES[6:], 1.0
+    match why:
+        case "cordoned":
+            router.handle(ev.OrdersChanged({name: InstanceOrder(cordoned=True) for name in left}), now)
+        case "draining":
+            router.handle(ev.DrainsChanged(dict.fromkeys(left, "1")), now)
+        case _:
+            for name in left:
+                router.handle(ev.LoadReported(NAMES.index(name), name, Load(now, suspended="asleep")), now)
+    everything = router.views.view(request(), "m", 0, 0.0)
+    view = decision_of(router).view
+    others = [one for one in everything.candidates if not one.excluded and view.find(one.instance_id) is None]
+    assert view.unseen.instances == len(others) > 0
+    assert view.unseen.num_requests == sum(one.num_requests for one in others)
+    assert view.unseen.prefilling == sum(one.prefill_backlog.requests > 0 for one in others)
+    assert view.unseen.ongoing_tokens == sum(one.ongoing_tokens for one in others)
+
+
+def test_a_session_stays_with_its_owner_while_most_of_a_large_pool_is_cordoned() -> None:
+    router = fleet()
+    owner = decision_of(router, "first", prompt=list(range(160)), session_id="s").instance_id
+    router.handle(ev.FirstToken("first"), 0.0)
+    kept = [owner, *(name for name in NAMES if name != owner)][:3]
+    router.handle(ev.OrdersChanged({name: InstanceOrder(cordoned=True) for name in NAMES if name not in kept}), 0.0)
+    for number in range(2 * len(kept)):
+        others = tuple(name for name in kept if name != kept[number % len(kept)])
+        place(router, request(f"o{number}", tokens=5, exclude=others))
+    again = decision_of(router, "again", prompt=list(range(170)), session_id="s")
+    assert (again.instance_id, again.result.reason) == (owner, "session_affinity")
+
+
 def test_a_policy_that_compares_with_all_is_shown_all() -> None:
     for policy in POLICIES:
         shortlisted = len(decision_of(fleet(policy)).view.candidates) < len(NAMES)
@@ -221,14 +257,22 @@ def test_members_that_come_and_go_are_followed() -> None:
 
 
 def test_policies_weigh_the_unseen_with_the_seen() -> None:
-    seen = tuple(candidate(name, num_requests=20) for name in "ab")
+    seen = tuple(candidate(name, num_requests=requests) for name, requests in (("a", 10), ("b", 6)))
     every = (*seen, *(candidate(name, num_requests=2) for name in "cdefgh"))
     unified = Unified(ceiling_min=1.0)
     assert unified.below_ceiling(seen) == seen
     unseen = Unseen(instances=6, num_requests=12)
-    assert unified.below_ceiling(seen, unseen) == tuple(
-        candidate for candidate in unified.below_ceiling(every) if candidate in seen
-    )
+    below = tuple(candidate for candidate in unified.below_ceiling(every) if candidate in seen)
+    assert unified.below_ceiling(seen, unseen) == below == seen[1:]
+
+
+def test_idle_instances_that_get_no_requests_do_not_put_all_others_above_the_ceiling() -> None:
+    router = fleet()
+    for number in range(60):
+        placed = decision_of(router, f"r{number}", tokens=5, exclude=tuple(NAMES[2:]))
+        assert placed.instance_id in NAMES[:2]
+    busy = tuple(candidate(name, num_requests=requests) for name, requests in (("a", 60), ("b", 20), ("c", 21)))
+    assert Unified().below_ceiling(busy, Unseen(instances=90)) == busy[1:]
 
 
 def test_a_session_leaves_an_owner_with_more_tokens_than_the_mean_of_all() -> None:

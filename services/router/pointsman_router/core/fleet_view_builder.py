@@ -112,7 +112,7 @@ class FleetViewBuilder:
             shortlist = self._shortlist(pool, loads, request, keys, shares, (*drawn, owner), decision_number, now)
             if shortlist.members:
                 members, known = shortlist
-                unseen = loads.unseen(members)
+                unseen = loads.unseen(members, self._instances.unwanted(pool))
         snapshots = self._snapshots(members, now)
         seen = [snapshot.candidate for snapshot in snapshots]
         # A shortlist has other instances each time.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from pointsman_router.core.instances.instance_registry import InstanceRecord
@@ -113,9 +113,13 @@ class PoolLoads:
         found.update((name, self._records[name]) for name in named if name in self._records)
         return Shortlist([found[name] for name in sorted(found)], blocks)
 
-    def unseen(self, seen: Sequence[InstanceRecord]) -> Unseen:
-        """Return the sums over all instances that are not in `seen`."""
+    def unseen(self, seen: Sequence[InstanceRecord], unwanted: Collection[str] = ()) -> Unseen:
+        """Return the sums over all instances that are not in `seen`, without the `unwanted` ones, which get no requests. O(seen +
+        unwanted)."""
         loads = [self._loads[record.info.instance_id] for record in seen]
+        if unwanted:
+            names = {record.info.instance_id for record in seen}
+            loads += [self._loads[name] for name in unwanted if name in self._loads and name not in names]
         return Unseen(
             instances=len(self._loads) - len(loads),
             num_requests=self._requests - sum([load.requests for load in loads]),

@@ -305,6 +305,11 @@ class _Pool:
         """Whether an instance may be placed on that is in by its life, and healthy by its agent."""
         return bool(self._tiers[0])
 
+    @property
+    def unwanted(self) -> Collection[str]:
+        """The instances that operators or the engines themselves want no requests on."""
+        return self._tiers[_UNWANTED].keys()
+
     def names(self) -> set[str]:
         """Return all names that instances answer to, besides the pool's name."""
         return set(self._answering)
@@ -462,6 +467,11 @@ class InstanceRegistry:
         """Return whether an instance of the pool may be placed on that is in by its life, and healthy by its agent."""
         known = self._pools.get(pool)
         return known is not None and known.has_healthy
+
+    def unwanted(self, pool: str) -> Collection[str]:
+        """Return the ids of the pool's instances that operators or the engines themselves want no requests on."""
+        known = self._pools.get(pool)
+        return known.unwanted if known is not None else ()
 
     def doubts(self, instance_id: str) -> bool:
         """Return whether an error of the instance is to be compared with what another instance of its pool answers."""

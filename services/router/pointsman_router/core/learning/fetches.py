@@ -23,6 +23,9 @@ FETCH_LATENCY_S, FETCH_BYTES_S = 0.05, 1.25e10
 AFTER_FAILURE_S = 30.0
 # Weight of a new sample of the share for which a fetch waits, in the moving average.
 SHARE_WEIGHT = 0.2
+# How long after a pool's last fetch what was learned of its fetches counts, s. Without this a price learned while the network was
+# slow would never be corrected: nothing is fetched then.
+FORGET_S = 6 * 3_600.0
 # Nobody waits for a fetch that has taken longer than so many times the expected time.
 OVERDUE_FACTOR = 2.0
 
@@ -55,6 +58,8 @@ class Fetches:
         self._fits: dict[str, LoadPriceFit] = {}
         # Pool -> share of what a source sends to others that a fetch waits for; nothing before it was observed.
         self._shares: dict[str, float] = {}
+        # Pool -> when a fetch was last learned from, s.
+        self._learned_at: dict[str, float] = {}
         # Source -> until when it is none, s.
         self._failed: dict[str, float] = {}
 
@@ -130,12 +135,14 @@ class Fetches:
         # Behind prefills it took longer than the transfer, so it says something only if it was faster than expected.
         if fetch.behind and seconds >= fetch.expected_s:
             return
-        if fetch.ahead:
+        self._learned_at[fetch.pool] = now
+        if not fetch.ahead:
+            self._fits.setdefault(fetch.pool, LoadPriceFit()).learn(instance_id, fetch.tokens, seconds)
+        # By a price at which tokens take no time, nothing can be told of how many it waited for.
+        elif fetch.price.token_s > 0.0:
             waited = (seconds - fetch.price.seconds(fetch.tokens)) / (fetch.price.token_s * fetch.ahead)
             share = self._share(fetch.pool)
             self._shares[fetch.pool] = share + SHARE_WEIGHT * (min(max(waited, 0.0), 1.0) - share)
-        else:
-            self._fits.setdefault(fetch.pool, LoadPriceFit()).learn(instance_id, fetch.tokens, seconds)
 
     def failed(self, request_id: str, now: float) -> None:
         """End a fetch that failed, if the request has one. Mutates."""
@@ -152,12 +159,15 @@ class Fetches:
                     del index[name]
 
     def expire(self, now: float) -> None:
-        """Drop failures that no longer count. Mutates."""
+        """Drop failures, and what was learned of pools, that no longer count. Mutates."""
         if self._failed:
             self._failed = {name: until for name, until in self._failed.items() if until > now}
+        for pool in [pool for pool, at in self._learned_at.items() if at + FORGET_S <= now]:
+            self.forget_pool(pool)
 
     def forget_pool(self, pool: str) -> None:
-        """Drop what was learned of a pool that has been gone for long. Mutates."""
+        """Drop what was learned of a pool that has been gone for long, or has had no fetch for long. Mutates."""
+        self._learned_at.pop(pool, None)
         self._fits.pop(pool, None)
         self._shares.pop(pool, None)
 

@@ -11,7 +11,7 @@ sample of the load's price, if the instance had no other prefill meanwhile: load
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from pointsman_router.core.kv_load import LoadPrices
@@ -30,6 +30,9 @@ from pointsman_router.core.prefill_curve import (
 # Share of the predicted time below which a prefill is ignored. It was computed in one engine step with the previous one, so the
 # time between their ends is not its own.
 _TOGETHER = 0.2
+# Number of prefills in a row below this share that had the engine for themselves, from which on they are learned from: then the
+# prediction is wrong, as after the first prompts of an engine that compiled its kernels meanwhile.
+_TOO_FAST = 16
 # Minimum time of a prefill that is learned from, s.
 _LEAST_S = 1e-3
 # Minimum interval between two samples of steps that one curve learns, s. The instances of a large pool report far more samples
@@ -63,6 +66,8 @@ class PrefillObserver:
         self._reservations = reservations
         self._watched: dict[str, _Watched] = {}
         self._fits: dict[tuple[str, str], PrefillCurveFit] = {}
+        # The same keys -> number of prefills in a row that were too fast, and alone (_TOO_FAST).
+        self._too_fast: Counter[tuple[str, str]] = Counter()
         self._means: dict[str, MeanWork] = {}
         self._stored_means: dict[str, MeanWork] = {}
         self._steps_learned_at: dict[tuple[str, str], float] = {}
@@ -158,7 +163,7 @@ class PrefillObserver:
             if alone:
                 self._learn_load(reservation, info, now - began, now)
         elif watched.steps is None:
-            self._learn(reservation, info, now - began)
+            self._learn(reservation, info, now - began, alone=alone)
 
     def steps_reported(self, info: InstanceInfo, steps: StepTotals, now: float) -> None:
         """Learn from the steps that an engine has computed since its last report. Mutates; O(1)."""
@@ -192,6 +197,7 @@ class PrefillObserver:
         """Drop what was learned of a pool that has been gone for long. Mutates; O(pools x kinds of hardware)."""
         self._fits = {key: fit for key, fit in self._fits.items() if key[0] != pool}
         self._steps_learned_at = {key: at for key, at in self._steps_learned_at.items() if key[0] != pool}
+        self._too_fast = Counter({key: count for key, count in self._too_fast.items() if key[0] != pool})
         self._means.pop(pool, None)
         self._stored_means.pop(pool, None)
         self._loads.forget_pool(pool)
@@ -235,12 +241,20 @@ class PrefillObserver:
         del watched.opened[request_id]
         watched.advanced_at = watched.freed_at = now
 
-    def _learn(self, reservation: Reservation, info: InstanceInfo, seconds: float) -> None:
-        new, cached = reservation.new_tokens, reservation.cached_tokens
-        fit = self._fits.setdefault((reservation.pool, info.hardware), PrefillCurveFit())
-        together = fit.samples >= fit.TRUSTED_AFTER and seconds < _TOGETHER * fit.curve.cost_s(new, cached)
-        if seconds >= _LEAST_S and not together:
-            fit.learn(new, cached, seconds)
+    def _learn(self, reservation: Reservation, info: InstanceInfo, seconds: float, *, alone: bool) -> None:
+        if seconds < _LEAST_S:
+            return
+        new, cached, key = reservation.new_tokens, reservation.cached_tokens, (reservation.pool, info.hardware)
+        fit = self._fits.setdefault(key, PrefillCurveFit())
+        if fit.samples < fit.TRUSTED_AFTER or seconds >= _TOGETHER * fit.curve.cost_s(new, cached):
+            self._too_fast.pop(key, None)
+        elif not alone:
+            return
+        else:
+            self._too_fast[key] += 1
+            if self._too_fast[key] < _TOO_FAST:
+                return
+        fit.learn(new, cached, seconds)
 
     def _learn_load(self, reservation: Reservation, info: InstanceInfo, seconds: float, now: float) -> None:
         """Learn from a prefill that began with a load. It says nothing before the curve is known."""

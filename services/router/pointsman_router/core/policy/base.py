@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import random
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -156,7 +157,9 @@ def _checked(setting: Field[Any], value: object) -> float | str | bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise SettingError(name, "must be a number")
     if not setting.metadata["low"] <= value <= setting.metadata["high"]:
-        raise SettingError(name, f"{value:g} is outside {bounds(setting)}")
+        # An integer may be too large for the format.
+        shown = f"{value:g}" if isinstance(value, float) or abs(value) < sys.float_info.max else "the number"
+        raise SettingError(name, f"{shown} is outside {bounds(setting)}")
     return float(value)
 
 

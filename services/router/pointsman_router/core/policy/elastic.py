@@ -68,7 +68,7 @@ class Elastic(Unified):
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         colocated = super().choose(request, view, rng)
         available = view.available()
-        below = self.below_ceiling(view.eligible())
+        below = self.below_ceiling(view.eligible(), view.unseen)
         chosen = colocated.steps[0].instance_id
         decode = least(
             below,
@@ -77,7 +77,9 @@ class Elastic(Unified):
         )
         if decode.new_tokens < self.heavy_new_tokens:
             return replace(colocated, reason=BELOW_THRESHOLD)
-        others = tuple(candidate for candidate in self.below_ceiling(available) if candidate.can_give_kv_to(decode))
+        others = tuple(
+            candidate for candidate in self.below_ceiling(available, view.unseen) if candidate.can_give_kv_to(decode)
+        )
         if not others:
             return replace(colocated, reason=NO_OTHER_INSTANCE)
         prefill = least(

@@ -56,7 +56,7 @@ class Migrate(Unified):
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         colocated = super().choose(request, view, rng)
-        below = self.below_ceiling(view.eligible())
+        below = self.below_ceiling(view.eligible(), view.unseen)
         host = next(candidate for candidate in below if candidate.instance_id == colocated.steps[0].instance_id)
         if host.new_tokens < self.min_new_tokens:
             return replace(colocated, reason="below_threshold")

@@ -78,5 +78,5 @@ def parsed(text: str) -> tuple[str, dict[str, Any]]:
 def _scalar(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, an integer of thousands of digits, or lists in lists
         return text

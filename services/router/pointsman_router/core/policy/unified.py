@@ -86,14 +86,18 @@ class Unified(Policy):
         return serve(best, "ceiling_changed_choice" if changed else "least_load_x_work", scores)
 
     def below_ceiling(self, eligible: tuple[Candidate, ...], unseen: Unseen = NOTHING_UNSEEN) -> tuple[Candidate, ...]:
-        """Return the candidates that the ceiling does not skip; never empty unless `eligible` is."""
+        """Return the candidates that the ceiling does not skip; never empty unless `eligible` is.
+
+        Instances left out may be idle because they get no requests (they failed, say). If their sums put all candidates above the
+        ceiling, only the candidates are compared with each other."""
         requests = [candidate.num_requests for candidate in eligible]
         total, others = sum(requests) + unseen.num_requests, len(eligible) + unseen.instances - 1
         if not others or max(requests) <= self.ceiling_min:
             return eligible
-        return tuple(
+        below = tuple(
             candidate
             for candidate in eligible
             if candidate.num_requests
             <= max(self.ceiling_min, self.ceiling_factor * (total - candidate.num_requests) / others)
         )
+        return below or self.below_ceiling(eligible)

@@ -20,6 +20,11 @@ ANSWERING = frozenset(("", "cordoned", "draining", "saturated"))
 SURE_SHARE = 0.5
 
 
+def can_send(candidate: Candidate) -> bool:
+    """Return whether an instance can send what it has cached of the prompt, whether it gets requests or not."""
+    return bool(candidate.kv_gives and candidate.exact and candidate.excluded in ANSWERING and candidate.present_tokens)
+
+
 class Way(NamedTuple):
     """How an instance has the whole prompt soonest, its queue aside."""
 
@@ -79,11 +84,7 @@ class Ways:
 
 def _sources(request: PlacementRequest, view: FleetView) -> Sequence[_Source]:
     """Return the instances that can send most of the prompt, at most SOURCES."""
-    able = [
-        candidate
-        for candidate in view.candidates
-        if candidate.kv_gives and candidate.exact and candidate.excluded in ANSWERING and candidate.present_tokens
-    ]
+    able = [candidate for candidate in view.candidates if can_send(candidate)]
     sources = []
     for candidate in sorted(able, key=_by_prefix)[:SOURCES]:
         work = candidate.prefill_backlog

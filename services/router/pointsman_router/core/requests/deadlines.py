@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
+from msgspec import UNSET
+
 from pointsman_router.core.instances.saturation import SATURATED
 from pointsman_router.core.placement_types import FleetView, PlacementRequest
+from pointsman_router.core.policy.ways import can_send
 
 # SURE_SAMPLES: number of prefills after which a learned curve is used. SURE_SHARE: lower bound of a prefill's time, as a share of
 # the curve's value, since a curve predicts the mean.
@@ -18,7 +21,7 @@ CurveSamples = Callable[[str, str], int]
 
 def least_prefill_s(request: PlacementRequest, pool: str, view: FleetView, samples: CurveSamples) -> float:
     """Return a lower bound of the prefill time of `request` on any instance of `view`, saturated ones too, in s, without
-    queueing.
+    queueing, and without the transfer where its prefix may be fetched from an instance that gets no requests.
 
     The bound is SURE_SHARE of the least cost by the learned curves. It is 0 if the cost is uncertain: the tokens are only
     estimated (no keys), a curve is not known yet, an instance's cached tokens are not known from its events, or the view does
@@ -28,7 +31,7 @@ def least_prefill_s(request: PlacementRequest, pool: str, view: FleetView, sampl
         return 0.0
     least = inf
     for candidate in view.candidates:
-        if candidate.excluded not in ("", SATURATED):
+        if candidate.excluded not in ("", SATURATED) and (view.fetch_price is UNSET or not can_send(candidate)):
             continue
         hardware = candidate.prefill_backlog.hardware
         if not candidate.exact or samples(pool, hardware) < SURE_SAMPLES or hardware not in view.curves:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from pointsman_router.core import events_and_effects as ev
@@ -96,7 +97,12 @@ class PlacementPlans:
         else:
             if decision.held_s > 0:
                 self._retry_after.waited(decision.pool, request.priority, decision.held_s, now)
-            if mean_work := self._prefill_observer.count_request(decision.pool, new, request.input_tokens - new):
+            # An engine refuses what its context does not hold. One such estimate of millions of tokens would outweigh hundreds
+            # of requests in the mean.
+            fits = first.traits is UNSET or first.traits.holds(request.context_tokens, 0)
+            if fits and (
+                mean_work := self._prefill_observer.count_request(decision.pool, new, request.input_tokens - new)
+            ):
                 effects.append(ev.MeanWorkSet(mean_work, decision.pool))
         effects += self._reserve(decision, index, first, gateway_id, lease_until, request.keys, now)
         self._requests.count(decision, new, request.keys, now)
@@ -170,7 +176,7 @@ class PlacementPlans:
         if reservation is None or decision is None or reservation.step_index != event.step_index:
             return []
         if not event.ok:
-            self._requests.fetch_failed(state.request_id, now)
+            self._requests.fetch_failed(state.request_id, now, at_target=event.instance_failed)
             return self._colocate(state, reservation, decision, event, now)
         self._requests.computed(state, now)
         self._evidence.began(reservation, now)

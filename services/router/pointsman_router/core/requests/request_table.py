@@ -215,9 +215,13 @@ class RequestTable:
             behind=self._reservations.first_prefill(source) is not None,
         )
 
-    def fetch_failed(self, request_id: str, now: float) -> None:
-        """Record that a request's step failed. If it was a fetch, its source is none for a while. Mutates."""
-        self._fetches.failed(request_id, now)
+    def fetch_failed(self, request_id: str, now: float, *, at_target: bool) -> None:
+        """Record that a request's step failed. If it was a fetch, its source is none for a while, unless the step's own instance
+        caused the failure (`at_target`). Mutates."""
+        if at_target:
+            self._fetches.gone(request_id)
+        else:
+            self._fetches.failed(request_id, now)
 
     def announce(self, reservation: Reservation, now: float, request: PlacementRequest | None = None) -> None:
         """Open a request as its gateway, or the shared store (`request`: None), reports it, whatever was known of it before.
