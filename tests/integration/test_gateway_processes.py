@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
@@ -93,6 +94,30 @@ async def test_processes_end_with_their_parent(tmp_path: Path) -> None:
             process.kill()
             await process.wait()
             await eventually(lambda: gone(left))
+
+
+async def test_a_second_signal_ends_the_drain_after_the_parents_death(tmp_path: Path) -> None:
+    async with stack(tmp_path) as up:
+        up.engines[0].hold = asyncio.Event()
+        environment = {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, "PROCESSES": "2"}
+        async with gateway_running(environment) as (process, log), aiohttp.ClientSession() as http:
+            url = await both_are_ready(up, log, 2)
+            stream = await http.post(f"{url}/v1/chat/completions", json=CHAT | {"stream": True})
+            await stream.content.readline()
+            left = children(process.pid)
+            process.kill()
+            try:
+                await eventually(lambda: sum(gone([pid]) for pid in left) == 1)
+                (draining,) = (pid for pid in left if not gone([pid]))
+                for _ in range(2):
+                    os.kill(draining, signal.SIGTERM)
+                    await asyncio.sleep(1.1)  # sooner, the second would count as the first
+                await eventually(lambda: gone(left), within_s=10.0)
+            finally:
+                for pid in left:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            assert b'"code":502' in await stream.read()
 
 
 async def test_an_address_that_is_taken_is_said_in_one_line(tmp_path: Path) -> None:
