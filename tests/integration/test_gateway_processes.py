@@ -74,6 +74,7 @@ async def test_processes_share_an_address_and_are_counted_as_one(tmp_path: Path)
                 assert (await figures(url))[counted] == 20
             os.kill(children(process.pid)[0], signal.SIGKILL)
             url = await both_are_ready(up, log, 3)
+            assert (await figures(url))[counted] == 20
             assert sorted(serving_ids(log)) in (["gw-0", "gw-0", "gw-1"], ["gw-0", "gw-1", "gw-1"])
             while await chat(url) != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
