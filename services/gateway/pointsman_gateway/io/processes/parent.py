@@ -10,7 +10,6 @@ import multiprocessing
 import signal
 import socket
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
@@ -27,7 +26,7 @@ from pointsman_gateway.io.settings import GatewaySettings
 
 log = structlog.get_logger()
 
-# Pause before a process that died is replaced, s.
+# Pause before processes that died are replaced, s.
 PAUSE_S = 1.0
 Child = Callable[[GatewaySettings, SiblingProcesses, Connection], None]
 
@@ -100,14 +99,16 @@ class _ProcessGroup:
                         pass  # the process died; its sentinel is handled below
                     del self._unready[number]
                     reader.close()
-            for number in [sentinels[sentinel] for sentinel in readable if sentinel in sentinels]:
+            died = [sentinels[sentinel] for sentinel in readable if sentinel in sentinels]
+            for number in died:
                 process = self._running.pop(number)
                 process.join()
                 if number not in served:
                     raise SystemExit(process.exitcode or 1)
                 log.error("a gateway process died", number=number, exit_code=process.exitcode)
-                time.sleep(PAUSE_S)
-                self.start(number)
+            if died and not wait([stop], PAUSE_S):
+                for number in died:
+                    self.start(number)
 
     def end(self, stop: socket.socket) -> None:
         """Terminate all processes and wait until they have drained. Each further signal on `stop` is forwarded to them."""
