@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from tests.support.fakes.gateway_peers import Stack, stack
 from tests.support.gateway_requests import CHAT
@@ -64,7 +65,8 @@ async def both_are_ready(up: Stack, log: list[bytes], times: int) -> str:
 
 async def test_processes_share_an_address_and_are_counted_as_one(tmp_path: Path) -> None:
     async with stack(tmp_path) as up:
-        environment = {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, "PROCESSES": "2", "GATEWAY_ID": "gw"}
+        addresses = {"LISTEN": "127.0.0.1:0", "EXT_PROC_LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address}
+        environment = addresses | {"PROCESSES": "2", "GATEWAY_ID": "gw"}
         async with gateway_running(environment) as (process, log):
             url = await both_are_ready(up, log, 2)
             await up.router.until(lambda: {hello.gateway_id[:4] for hello in up.router.hellos} >= {"gw-0", "gw-1"})
@@ -72,6 +74,8 @@ async def test_processes_share_an_address_and_are_counted_as_one(tmp_path: Path)
             counted = 'pointsman_gateway_requests_total{model="tiny",route="/v1/chat/completions",status="200"}'
             for _ in range(5):
                 assert (await figures(url))[counted] == 20
+            ports = [json.loads(line)["port"] for line in log if b"gateway serves proxies" in line]
+            assert ports == ports[:1] * 2
             os.kill(children(process.pid)[0], signal.SIGKILL)
             url = await both_are_ready(up, log, 3)
             assert (await figures(url))[counted] == 20
@@ -121,12 +125,18 @@ async def test_a_second_signal_ends_the_drain_after_the_parents_death(tmp_path: 
             assert b'"code":502' in await stream.read()
 
 
-async def test_an_address_that_is_taken_is_said_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", ["LISTEN", "EXT_PROC_LISTEN"])
+async def test_an_address_that_is_taken_is_said_in_one_line(tmp_path: Path, setting: str) -> None:
     taken = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0, reuse_port=True)
     async with taken:
         port = taken.sockets[0].getsockname()[1]
-        process = await gateway_process({"LISTEN": f"127.0.0.1:{port}", "PROCESSES": "2"})
-        _, text = await process.communicate()
+        process = await gateway_process({"LISTEN": "127.0.0.1:0", setting: f"127.0.0.1:{port}", "PROCESSES": "2"})
+        try:
+            async with asyncio.timeout(30):
+                _, text = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
     assert process.returncode == 1
     assert text.startswith(b"pointsman gateway: ")
     assert b"another process listens there" in text

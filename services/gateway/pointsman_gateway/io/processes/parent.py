@@ -11,7 +11,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,16 +32,20 @@ Child = Callable[[GatewaySettings, SiblingProcesses, Connection], None]
 
 
 def run_processes(settings: GatewaySettings, child: Child) -> None:
-    """Run `child` in `settings.processes` processes until SIGTERM or SIGINT. Blocks. Raises OSError if the address is in use,
+    """Run `child` in `settings.processes` processes until SIGTERM or SIGINT. Blocks. Raises OSError if an address is in use,
     SystemExit if a process cannot start."""
     stop, stopped = socket.socketpair()
     for stop_signal in (signal.SIGTERM, signal.SIGINT):
         signal.signal(stop_signal, lambda *_: stopped.send(b"."))
-    with listening(settings, "listen"):
-        reserved = _reserved(settings.listen)
-    with tempfile.TemporaryDirectory(prefix="pointsman-gateway-") as folder, reserved as port:
-        listen = parse_address(settings.listen)._replace(port=port.getsockname()[1])
-        family = _ProcessGroup(settings, str(listen), Path(folder), child)
+    with ExitStack() as stack:
+        addresses = {}
+        for field in ("listen", "ext_proc_listen"):
+            if address := getattr(settings, field):
+                with listening(settings, field):
+                    reserved = stack.enter_context(_reserved(address))
+                addresses[field] = str(parse_address(address)._replace(port=reserved.getsockname()[1]))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pointsman-gateway-")))
+        family = _ProcessGroup(settings.model_copy(update=addresses), folder, child)
         for number in range(settings.processes):
             family.start(number)
         try:
@@ -60,9 +64,8 @@ def _reserved(listen: str) -> socket.socket:
 
 
 class _ProcessGroup:
-    def __init__(self, settings: GatewaySettings, listen: str, folder: Path, child: Child) -> None:
+    def __init__(self, settings: GatewaySettings, folder: Path, child: Child) -> None:
         self._settings = settings
-        self._listen = listen
         self._folder = folder
         self._child = child
         # Not forked, because gRPC and uvloop do not work after a fork.
@@ -72,7 +75,7 @@ class _ProcessGroup:
 
     def start(self, number: int) -> None:
         """Start process `number`."""
-        own = {"listen": self._listen, "gateway_id": f"{self._settings.gateway_id}-{number}"}
+        own = {"gateway_id": f"{self._settings.gateway_id}-{number}"}
         reader, writer = self._context.Pipe(duplex=False)
         siblings = SiblingProcesses(self._folder, number, self._settings.processes)
         arguments = (self._settings.model_copy(update=own), siblings, writer)
