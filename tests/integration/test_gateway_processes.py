@@ -9,6 +9,7 @@ import re
 import signal
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import aiohttp
 import pytest
@@ -33,6 +34,11 @@ def children(pid: int) -> list[int]:
 
 def gone(pids: list[int]) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def files_in(folder: str) -> list[Path]:
+    """What processes that share an address have in the folder for temporary files."""
+    return list(Path(folder).glob("pointsman-gateway-*/*"))
 
 
 def serving_ids(log: list[bytes]) -> list[str]:
@@ -90,15 +96,19 @@ async def test_processes_share_an_address_and_are_counted_as_one(tmp_path: Path)
         assert not re.search(rb"Traceback", b"".join(log))
 
 
-async def test_processes_end_with_their_parent(tmp_path: Path) -> None:
-    async with stack(tmp_path) as up:
-        environment = {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, "PROCESSES": "2"}
-        async with gateway_running(environment) as (process, log):
-            await both_are_ready(up, log, 2)
-            left = children(process.pid)
-            process.kill()
-            await process.wait()
-            await eventually(lambda: gone(left))
+async def test_processes_end_with_their_parent_and_leave_no_files(tmp_path: Path) -> None:
+    # The path of a Unix socket has at most 107 bytes, which pytest's folder may take.
+    with TemporaryDirectory(prefix="p") as folder:
+        async with stack(tmp_path) as up:
+            environment = {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, "PROCESSES": "2"}
+            async with gateway_running(environment, TMPDIR=folder) as (process, log):
+                await both_are_ready(up, log, 2)
+                assert files_in(folder)
+                left = children(process.pid)
+                process.kill()
+                await process.wait()
+                await eventually(lambda: gone(left))
+        assert not files_in(folder)
 
 
 async def test_a_second_signal_ends_the_drain_after_the_parents_death(tmp_path: Path) -> None:

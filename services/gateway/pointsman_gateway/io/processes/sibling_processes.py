@@ -7,6 +7,8 @@ at 0 again, and would count what the others have counted a second time.
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -67,9 +69,11 @@ class SiblingProcesses:
         self._server = await asyncio.start_unix_server(tell, path)
 
     async def close(self) -> None:
-        """Stop serving the page."""
+        """Stop serving the page. Remove the folder if the parent, which would do so, has died."""
         if self._server is not None:
             self._server.close()
+        if (parent := multiprocessing.parent_process()) is not None and not parent.is_alive():
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     async def page(self) -> bytes:
         """Return the metrics of all processes that answer, as one page with the number of these processes. Of the others it has
