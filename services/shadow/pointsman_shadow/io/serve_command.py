@@ -199,6 +199,8 @@ class ShadowService:
             if due := self._due(now, complete):
                 await asyncio.to_thread(self._observe, due)
                 self.telemetry.behind.set(time.time() - due[-1].timestamp_ms / 1e3)
+            elif not len(self._pending):
+                self.telemetry.behind.set(0.0)
             self.telemetry.waiting.set(len(self._pending))
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
