@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from bench.figures import Figure
+from pointsman_common.io.child_command import end_with
 from pointsman_lab.engine.interface import EngineConfig
 from pointsman_lab.simulation.config import SimulationConfig
 from pointsman_lab.simulation.simulator import Simulator
@@ -35,7 +37,8 @@ def simulate() -> list[Figure]:
 
 def _run(metric: str, requests: list[TraceRequest], instances: int, note: str, goal_s: float | None = GOAL_S) -> Figure:
     # A separate process, as for a trial of `pointsman compare`: garbage of earlier benchmarks would be collected during the run.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, end_with, (os.getpid(),)) as process:
         spent_s = process.submit(_spent_s, requests, instances).result()
     return Figure(metric, spent_s, "s", goal_s, f"{len(requests):,} requests on {instances:,} instances; {note}")
 

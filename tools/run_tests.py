@@ -3,7 +3,8 @@ processes, the others use the machine.
 
 Runs that only compute have a low priority. `--fast` leaves out the tests on real engines; other arguments are passed to the runs
 that start processes. The first run's report is shown as it is written, the other reports after it. Exits with the status of
-largest absolute value of all runs.
+largest absolute value of all runs. The other reports stay in the folder REPORTS, also if this process is killed; Ctrl-C and
+SIGTERM print their paths.
 
 Of the runs that start processes, up to AGAIN_AT_MOST failed tests are run once more with nothing beside them, and named at the
 end: a process that gets no CPU for seconds breaks a test whose code is right. Tests that only compute have no such excuse.
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES, UNIT, VIRTUAL = "tests/engine", "tests/unit", "tests/virtual"
+REPORTS = ".state/test_logs"
 # They have targets of their own.
 LEFT_OUT = ("tests/containers", "tests/pythons")
 OPTIONS = ("--durations=20", "--durations-min=5")
@@ -88,40 +91,53 @@ def _begin(number: int, run: Run, arguments: list[str], report: IO[bytes] | None
     return Begun(run, process, report, folder)
 
 
-def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the process; return its exit status. Ctrl-C also reaches the runs, and each still has to print its report."""
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            continue
+def _all_ended(begun: Sequence[Begun]) -> list[int]:
+    """Wait for all runs; return their exit statuses. The last run gets normal priority when the others have ended, if that is
+    permitted."""
 
+    def ended(process: subprocess.Popen[bytes]) -> int:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                # Ctrl-C also reaches the runs, and each still has to print its report.
+                _name_reports(begun)
 
-def _all_ended(processes: list[subprocess.Popen[bytes]]) -> list[int]:
-    """Wait for all processes; return their exit statuses. The last run gets normal priority when the others have ended, if that
-    is permitted."""
-    *others, last = processes
-    statuses = [_ended(process) for process in others]
+    *others, last = (started.process for started in begun)
+    statuses = [ended(process) for process in others]
     with suppress(PermissionError, ProcessLookupError):
         os.setpriority(os.PRIO_PROCESS, last.pid, 0)
-    return [*statuses, _ended(last)]
+    return [*statuses, ended(last)]
+
+
+def _name_reports(begun: Sequence[Begun]) -> None:
+    for started in begun:
+        if started.report is not None:
+            print(f"\nreport of {started.run.name}: {started.report.name}", flush=True)
 
 
 def main(arguments: list[str]) -> int:
     # With the variable set, each of hundreds of processes would compile the same imported files.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # A shell without job control lets what it starts in the background ignore SIGINT, and the runs would, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     runs = [run for run in RUNS if "--fast" not in arguments or run.paths != (ENGINES,)]
     arguments = [word for word in arguments if word != "--fast"]
     begun: list[Begun] = []
     with ExitStack() as stack:
-        reports = [stack.enter_context(tempfile.TemporaryFile()) for _ in runs[1:]]
+        folder = ROOT / REPORTS
+        folder.mkdir(parents=True, exist_ok=True)
+        reports = [stack.enter_context((folder / f"{run.name.replace(' ', '_')}.txt").open("w+b")) for run in runs[1:]]
         try:
             for number, run in enumerate(runs):
                 # With a shared temporary folder a run fails when two runs remove an earlier run's files at the same time.
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="p", ignore_cleanup_errors=True))
-                begun.append(_begin(number, run, arguments, reports[number - 1] if number else None, Path(folder)))
-            statuses = _all_ended([started.process for started in begun])
+                own = stack.enter_context(tempfile.TemporaryDirectory(prefix="p", ignore_cleanup_errors=True))
+                begun.append(_begin(number, run, arguments, reports[number - 1] if number else None, Path(own)))
+            statuses = _all_ended(begun)
+        except BaseException:
+            _name_reports(begun)
+            raise
         finally:
             for started in begun:
                 if started.process.poll() is None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tools import run_tests
-from tools.run_tests import AGAIN_AT_MOST, Run
+from tools.run_tests import AGAIN_AT_MOST, REPORTS, Run
 
 ONCE = """
 from pathlib import Path
@@ -30,6 +35,35 @@ def test_many(number):
 """
 ALWAYS = "def test_always(): assert False"
 RIGHT = "def test_right(): pass"
+# Never ends by itself.
+SLOW = """
+import time
+from pathlib import Path
+
+def test_before(): pass
+
+def test_slow():
+    Path(__file__).with_name("begun").touch()
+    time.sleep(600)
+"""
+RUNS = (Run("processes", ("processes",), 0), Run("that compute", ("computes",), 0, computes=True))
+MAIN = """
+import sys
+from pathlib import Path
+from tests.unit.test_run_tests import RUNS
+from tools import run_tests
+
+run_tests.ROOT, run_tests.RUNS = Path(sys.argv[1]), RUNS
+sys.exit(run_tests.main([]))
+"""
+
+
+def write_tests(folder: Path, processes: str, computes: str) -> None:
+    for name, text in (("processes", processes), ("computes", computes)):
+        (folder / name).mkdir()
+        (folder / name / "test_it.py").write_text(text)
+    # Both files have one name.
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib")
 
 
 @pytest.fixture
@@ -37,20 +71,15 @@ def status_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     """Runs the given texts of tests that start processes, and of ones that only compute."""
 
     def run(processes: str, computes: str = RIGHT) -> int:
-        for name, text in (("processes", processes), ("computes", computes)):
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "test_it.py").write_text(text)
-        # Both files have one name.
-        (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib")
+        write_tests(tmp_path, processes, computes)
         monkeypatch.setattr(run_tests, "ROOT", tmp_path)
-        monkeypatch.setattr(
-            run_tests, "RUNS", (Run("processes", ("processes",), 0), Run("computes", ("computes",), 0, computes=True))
-        )
+        monkeypatch.setattr(run_tests, "RUNS", RUNS)
         return run_tests.main([])
 
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield run
-    signal.signal(signal.SIGTERM, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def test_right_tests_run_once(status_of: Callable[..., int]) -> None:
@@ -78,3 +107,51 @@ def test_a_test_that_fails_only_at_first_is_named(
 )
 def test_all_else_stays_failed(status_of: Callable[..., int], processes: str, computes: str) -> None:
     assert status_of(processes, computes) != 0
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process of which all runs are in a test that does not end. As a shell's child in the background it ignores SIGINT."""
+    write_tests(tmp_path, SLOW, SLOW)
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAIN, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not all((tmp_path / name / "begun").exists() for name in ("processes", "computes")):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_the_reports_stay_after_a_kill(slow: subprocess.Popen[str], tmp_path: Path) -> None:
+    os.killpg(slow.pid, signal.SIGKILL)
+    slow.wait()
+    assert "collected 2 items" in (tmp_path / REPORTS / "that_compute.txt").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_runs_and_names_their_reports(
+    slow: subprocess.Popen[str], tmp_path: Path, number: signal.Signals
+) -> None:
+    if number == signal.SIGINT:
+        os.killpg(slow.pid, number)  # as a terminal sends it
+    else:
+        slow.send_signal(number)
+    output, _ = slow.communicate(timeout=20)
+    report = tmp_path / REPORTS / "that_compute.txt"
+    assert f"report of that compute: {report}" in output
+    assert output.count("1 passed") == 2
+    assert "1 passed" in report.read_text()
+    assert slow.returncode in (2, 128 + signal.SIGTERM)

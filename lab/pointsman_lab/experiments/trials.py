@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
+from pointsman_common.io.child_command import end_with
 from pointsman_lab.experiments.latency_bounds import BOUNDS, LatencyBound
 from pointsman_lab.experiments.paired_statistics import Estimate, difference_by_seed, estimate
 from pointsman_lab.report.bundle import write_bundle
@@ -118,8 +119,8 @@ def run_cells(
     """Run every cell under every seed on `processes` processes (0: one per available core; 1: this process).
 
     Returns the trials in the order of `cells`, then `seeds`; `on_trial` is called with each trial when it ends. With `bundles`
-    each trial writes a bundle into that folder. Ctrl-C (KeyboardInterrupt) ends the run, and the ended trials are returned.
-    Raises what run_trial raises.
+    each trial writes a bundle into that folder. Ctrl-C (KeyboardInterrupt) ends the run, and the ended trials are returned. The
+    processes end with this one, however it ends. Raises what run_trial raises.
     """
     tasks = [(cell, seed) for cell in cells for seed in seeds]
     done: dict[int, Trial] = {}
@@ -196,7 +197,8 @@ def _spread(
     others = set(multiprocessing.active_children())
     # Not "fork": this process may have threads (a progress bar's), and a fork would copy the locks that they hold.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processes, len(tasks)), context) as pool:
+    # A parent that a signal kills cannot end its children, and they would wait for their next task forever.
+    with ProcessPoolExecutor(min(processes, len(tasks)), context, end_with, (os.getpid(),)) as pool:
         try:
             # The children start now and inherit the blocked SIGINT, so that Ctrl-C reaches the parent alone.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

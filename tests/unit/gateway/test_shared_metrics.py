@@ -10,12 +10,18 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pointsman_common.io.metrics_page import PIECE, Piece
+from pointsman_common.io import metrics_page
+from pointsman_common.io.metrics_page import PIECE, Piece, pieces
+from pointsman_common.io.metrics_snapshot import encoded
 from pointsman_gateway.core.request_usage import RequestUsage
 from pointsman_gateway.core.tokens.token_cache import TokenCache
 from pointsman_gateway.io.processes import sibling_processes
-from pointsman_gateway.io.processes.sibling_processes import SiblingProcesses, merged, snapshot
+from pointsman_gateway.io.processes.sibling_processes import SiblingProcesses, merged
 from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
+
+
+async def snapshot(registry: CollectorRegistry) -> list[bytes]:
+    return await encoded(pieces(registry.collect()))
 
 
 def telemetry_of(requests: int, connected: bool) -> GatewayMetrics:
@@ -88,8 +94,8 @@ async def test_tenants_numbers_are_added_series_by_series_in_pieces_of_few() -> 
             telemetry.used(f't"{number * 7 % 1_000}', "m", usage)
         snapshots.append(await snapshot(telemetry.registry))
     for of_process in snapshots:
-        pieces = [msgspec.msgpack.decode(piece, type=Piece) for piece in of_process]
-        assert max(len(piece.series) for piece in pieces) <= PIECE
+        read = [msgspec.msgpack.decode(piece, type=Piece) for piece in of_process]
+        assert max(len(piece.series) for piece in read) <= PIECE
     page = (await merged(snapshots)).decode()
     found = {
         (sample.name, sample.labels["tenant"]): sample.value
@@ -121,3 +127,28 @@ async def test_a_sibling_that_ends_while_it_tells_its_metrics_counts_as_none(tmp
     assert b"pointsman_gateway_open_requests 2.0" in page
     await asked.close()
     ends.close()
+
+
+async def test_counters_do_not_fall_when_a_process_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_page, "PERIOD_S", 0.0)
+
+    async def figures() -> list[float]:
+        page = (await asked.page()).decode()
+        families = text_string_to_metric_families(page)
+        found = {sample.name: sample.value for family in families for sample in family.samples}
+        names = ("requests_total", "ttft_seconds_count", "open_requests", "processes")
+        return [found[f"pointsman_gateway_{name}"] for name in names]
+
+    asked, dies = (SiblingProcesses(tmp_path, number, 2) for number in range(2))
+    await asked.start(telemetry_of(2, True).registry)
+    await dies.start(telemetry_of(5, True).registry)
+    assert await figures() == [7, 7, 7, 2]
+    for count in (1, 2):
+        await dies.close()
+        (tmp_path / "1").unlink(missing_ok=True)
+        assert await figures() == [7 + 3 * (count - 1), 7 + 3 * (count - 1), 2, 1]
+        dies = SiblingProcesses(tmp_path, 1, 2)
+        await dies.start(telemetry_of(3, True).registry)
+        assert await figures() == [7 + 3 * count, 7 + 3 * count, 5, 2]
+    await asked.close()
+    await dies.close()

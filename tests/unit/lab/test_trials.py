@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -195,6 +196,32 @@ def test_ctrl_c_keeps_what_has_finished(monkeypatch: pytest.MonkeyPatch) -> None
             raise KeyboardInterrupt
 
     assert run_cells(cells(), range(2), processes=1, on_trial=interrupted) == whole[:2]
+
+
+MANY_TRIALS = """
+from tests.unit.lab.test_trials import cells, run_cells
+
+run_cells(cells(), range(5_000), processes=2, on_trial=lambda trial: print(trial.seed, flush=True))
+"""
+
+
+def test_processes_end_with_their_parent() -> None:
+    command = [sys.executable, "-c", MANY_TRIALS]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(
+        command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip().isdigit()
+        process.terminate()
+        # The output ends when no process has it open any longer.
+        process.communicate(timeout=10)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert process.returncode == -signal.SIGTERM
 
 
 def trial(policy: str, seed: int, value: float, load: str = "") -> Trial:

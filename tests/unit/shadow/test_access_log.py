@@ -52,6 +52,15 @@ def test_the_upstream_that_answered(text: str, upstream: str) -> None:
         (b'{"time": "soon"}', "time"),
         (b'{"time": 1.0, "duration_s": "long"}', "duration_s"),
         (b'{"time": 1.0, "status": "fine"}', "status"),
+        (b'{"time": "nan"}', "time"),
+        (b'{"time": "inf"}', "time"),
+        (b'{"time": -1.0}', "time"),
+        (b'{"time": 1e300}', "time"),
+        (b'{"time": 1.0, "duration_s": "nan"}', "duration_s"),
+        (b'{"time": 1.0, "duration_s": -1}', "duration_s"),
+        (b'{"time": 1.0, "duration_s": 2}', "duration_s"),
+        (b'{"time": 1.0, "status": "nan"}', "status"),
+        (b'{"time": 1.0, "status": "inf"}', "status"),
         (b'{"time": 1.0, "prompt_token_ids": [1]}', "model"),
         (b'{"time": 1.0, "prompt_token_ids": "x"}', "prompt_token_ids"),
     ],
@@ -63,3 +72,18 @@ def test_a_line_that_cannot_be_used_is_named(line: bytes, word: str) -> None:
 
     with pytest.raises(LineError, match=word):
         use()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b'"cached_tokens": -1, "output_tokens": -1',
+        b'"cached_tokens": 9000000000, "output_tokens": 9000000000',
+        b'"usage": {"prompt_tokens_details": {"cached_tokens": -1}, "completion_tokens": true}',
+        b'"usage": {"prompt_tokens_details": [1], "completion_tokens": 90000000000000000000000}',
+        b'"usage": {"input_tokens_details": "x", "output_tokens": "many"}',
+    ],
+)
+def test_numbers_of_tokens_that_cannot_be_are_unknown(fields: bytes) -> None:
+    end = read_line(b'{"time": 1.0, "status": 200, ' + fields + b"}").end
+    assert (end.status, end.cached_tokens, end.output_tokens) == (200, None, None)

@@ -36,6 +36,32 @@ async def test_lines_written_from_now_on_over_rotations(tmp_path: Path) -> None:
     await lines.aclose()
 
 
+async def test_lines_for_the_old_file_after_its_rotation_are_read_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logrotate creates the new file at once, and nginx writes to the old one until it receives its signal."""
+    log = tmp_path / "log"
+    with log.open("wb", buffering=0) as old:
+        late = [b"late\n", b"later\n"]
+        replaced = log_follower._replaced
+
+        def noticed(file: Any, path: Path) -> bool:
+            if (found := replaced(file, path)) and late:
+                old.write(late.pop(0))
+            return found
+
+        monkeypatch.setattr(log_follower, "_replaced", noticed)
+        lines: Any = follow(log)
+        waiting = asyncio.ensure_future(anext(lines))
+        await asyncio.sleep(0.05)
+        log.rename(tmp_path / "log.1")
+        log.write_bytes(b"in a new file\n")
+        assert await asyncio.wait_for(waiting, 10) == b"late"
+        assert await asyncio.wait_for(anext(lines), 10) == b"later"
+        assert await asyncio.wait_for(anext(lines), 10) == b"in a new file"
+        await lines.aclose()
+
+
 async def test_a_log_that_is_not_there_yet_is_read_from_its_beginning(tmp_path: Path) -> None:
     lines: Any = follow(tmp_path / "log")
     waiting = asyncio.ensure_future(anext(lines))

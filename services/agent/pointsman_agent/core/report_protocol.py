@@ -12,9 +12,7 @@ from pointsman_agent.core.key_report_sequence import KeyStream, ReportedKeys
 from pointsman_common.core.block_keys import KEY_SCHEME
 from pointsman_common.core.key_report_types import Delta, MergedDelta
 from pointsman_common.core.key_report_wire import to_wire
-
-# Maximum age of a load that its message has room for, ms: 50 days.
-MAX_AGE_MS = 2**32 - 1
+from pointsman_common.core.load_age import age_ms
 
 
 class ProtocolError(Exception):
@@ -97,7 +95,7 @@ class ReportProtocol:
             (load, taken_at), self._load = self._load, None
             self._load_due, self._sent_state = now + self._load_interval_s, _state_of(load)
             message = pb.ReportRequest(load=load)
-            message.load.sample_age_ms = min(max(0, round((now - taken_at) * 1000)), MAX_AGE_MS)
+            message.load.sample_age_ms = age_ms(taken_at, now)
             return message
         key_message = self._stream.next_message(now)
         return None if key_message is None else to_wire(key_message)

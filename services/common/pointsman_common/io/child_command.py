@@ -24,15 +24,16 @@ def pointsman_child(*arguments: str) -> list[str]:
     return [sys.executable, "-m", __name__, str(os.getpid()), "pointsman_cli.main", *arguments]
 
 
-def _end_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends. Ends it at once if that was before."""
+def end_with(parent: int) -> None:
+    """Let the kernel kill this process when the thread of process `parent` that started it ends. Raises SystemExit if the process
+    has ended already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    _end_with(int(sys.argv[1]))
+    end_with(int(sys.argv[1]))
     module = sys.argv[2]
     del sys.argv[1:3]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

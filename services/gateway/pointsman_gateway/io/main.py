@@ -147,7 +147,7 @@ async def serve(
     def signalled() -> None:
         nonlocal stopped_at
         now = time.monotonic()
-        if not stop.is_set():
+        if stopped_at == math.inf:  # the first signal, though `stop` may be set for another reason
             stopped_at = now
             stop.set()
         elif now - stopped_at > SAME_SIGNAL_S:

@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import datetime
 from typing import Any
 
@@ -24,6 +25,10 @@ import msgspec
 from pointsman_shadow.core.pending_requests import RequestOutcome
 
 COMPLETIONS = "/v1/completions"
+# Maximum time of a line: the end of the year 9999, unix s.
+MAX_TIME = 253_402_300_799.0
+# Maximum number of tokens of a prompt or an answer, more than any model's context. The model of an engine names each block.
+MAX_TOKENS = 20_000_000
 # The field of a body's prompt -> the path that it is for, where a line is a body without a path.
 _PATHS = {"messages": "/v1/chat/completions", "input": "/v1/responses", "prompt": COMPLETIONS}
 _ANTHROPIC = "/v1/messages"
@@ -61,21 +66,24 @@ class LogLine(msgspec.Struct, kw_only=True):
         """Time of the request's end, unix s. Raises LineError."""
         if self.time is None:
             raise LineError("time: missing")
-        if isinstance(self.time, float):
-            return self.time
         try:
-            return float(self.time)
+            found = float(self.time)
         except ValueError:
-            pass
-        try:
-            return datetime.fromisoformat(self.time).timestamp()
-        except ValueError:
-            raise LineError(f"time: {self.time!r} is neither unix seconds nor ISO 8601") from None
+            try:
+                found = datetime.fromisoformat(str(self.time)).timestamp()
+            except ValueError:
+                raise LineError(f"time: {self.time!r} is neither unix seconds nor ISO 8601") from None
+        if not 0 <= found <= MAX_TIME:
+            raise LineError(f"time: {self.time!r} is not in the years 1970 to 9999")
+        return found
 
     @property
     def arrived_at(self) -> float:
         """Time of the request's arrival, unix s. Raises LineError."""
-        return self.ended_at - (_number("duration_s", self.duration_s) or 0.0)
+        duration_s = _number("duration_s", self.duration_s) or 0.0
+        if not 0 <= duration_s <= self.ended_at:
+            raise LineError(f"duration_s: {self.duration_s!r} is negative, or longer than `time`")
+        return self.ended_at - duration_s
 
     @property
     def request(self) -> tuple[str, bytes] | None:
@@ -93,7 +101,9 @@ class LogLine(msgspec.Struct, kw_only=True):
     def end(self) -> RequestOutcome:
         """Outcome of the request. Raises LineError."""
         usage = self.usage or {}
-        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+        if not isinstance(details, dict):
+            details = {}
         cached, output = self.cached_tokens, self.output_tokens
         if cached is None:
             cached = details.get("cached_tokens", usage.get("cache_read_input_tokens"))
@@ -102,8 +112,8 @@ class LogLine(msgspec.Struct, kw_only=True):
         return RequestOutcome(
             status=int(_number("status", self.status) or 0),
             instance=upstream_of(self.upstream),
-            output_tokens=output if isinstance(output, int) else None,
-            cached_tokens=cached if isinstance(cached, int) else None,
+            output_tokens=_tokens(output),
+            cached_tokens=_tokens(cached),
         )
 
 
@@ -135,11 +145,18 @@ def upstream_of(text: str) -> str:
 
 
 def _number(name: str, value: float | int | str) -> float | None:
-    if isinstance(value, int | float):
-        return float(value)
+    """Return a finite number; None for a missing one. Raises LineError."""
     if value in ("", "-"):
         return None
     try:
-        return float(value)
+        number = float(value)
     except ValueError:
-        raise LineError(f"{name}: {value!r} is not a number") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise LineError(f"{name}: {value!r} is not a number")
+    return number
+
+
+def _tokens(value: object) -> int | None:
+    """Return a number of tokens; None for what cannot be one, such as the -1 of logs that do not know it."""
+    return value if type(value) is int and 0 <= value <= MAX_TOKENS else None

@@ -19,26 +19,30 @@ MAX_LINE = 64 << 20
 async def follow(path: Path) -> AsyncIterator[bytes]:
     """Yield the lines that are written to `path` from now on, until cancelled.
 
-    A file that is replaced is read to its end, and the new file from its beginning. A truncated file, or one that does not exist
-    yet, is read from its beginning, too. Lines of more than MAX_LINE bytes are left out.
+    A file that is replaced is read until nothing is added to it for LOOK_S, because its writer may open the new one later. Then
+    the new file is read from its beginning, as are a truncated file and one that does not exist yet. Lines of more than MAX_LINE
+    bytes are left out.
     """
     file = _open(path)
     if file is not None:
         file.seek(0, 2)
     lines = _Lines()
+    replaced = False  # before the last read
     try:
         while True:
             piece = file.read(PIECE) if file is not None else b""
             if piece:
                 for line in lines.add(piece):
                     yield line
+                replaced = False
                 continue
-            if file is None or _replaced(file, path):
+            if file is None or replaced or _truncated(file):
                 if file is not None:
                     file.close()
-                file, lines = _open(path), _Lines()
+                file, lines, replaced = _open(path), _Lines(), False
                 if file is not None:
                     continue
+            replaced = file is not None and _replaced(file, path)
             await asyncio.sleep(LOOK_S)
     finally:
         if file is not None:
@@ -78,10 +82,14 @@ def _open(path: Path) -> IO[bytes] | None:
         return None
 
 
+def _truncated(file: IO[bytes]) -> bool:
+    return os.fstat(file.fileno()).st_size < file.tell()
+
+
 def _replaced(file: IO[bytes], path: Path) -> bool:
     try:
         there = path.stat()
     except FileNotFoundError:
         return False
     own = os.fstat(file.fileno())
-    return (there.st_ino, there.st_dev) != (own.st_ino, own.st_dev) or there.st_size < file.tell()
+    return (there.st_ino, there.st_dev) != (own.st_ino, own.st_dev)

@@ -51,25 +51,27 @@ class RequestReader:
         for model, source in tokenizers.items():
             self.add_model(model, source)
 
-    def add_model(
-        self, model: str, source: str, served_names: tuple[str, ...] = (), lora_names: tuple[str, ...] = ()
-    ) -> None:
-        """Add a model with its other names and adapters, and load its tokenizer. Raises TokenizerNotFound. Mutates."""
+    def add_model(self, model: str, source: str) -> None:
+        """Add a model, and load its tokenizer. Raises TokenizerNotFound. Mutates."""
         folder = find_tokenizer(source, HubRules(other_revision=True))
-        self._add(model, load_tokenizer(folder, self._cache), served_names, lora_names)
+        self._add(model, load_tokenizer(folder, self._cache))
 
-    def add_model_without_tokenizer(self, model: str, served_names: tuple[str, ...], why: str) -> None:
+    def add_model_without_tokenizer(self, model: str, why: str) -> None:
         """Add a model whose requests have no keys. Mutates."""
         log.warning("no tokenizer of a model: its requests share no prefixes", model=model, reason=why)
-        self._add(model, None, served_names, ())
+        self._add(model, None)
 
-    def _add(
-        self, model: str, tokenizer: ModelTokenizer | None, names: tuple[str, ...], lora_names: tuple[str, ...]
-    ) -> None:
+    def _add(self, model: str, tokenizer: ModelTokenizer | None) -> None:
         exactness = TokenizerStatus.INEXACT if tokenizer is None else TokenizerStatus.EXACT
-        state = PoolState(placement_pb2.Pool(model=model), tokenizer, "", exactness)
-        self._known |= {name: (state, name) for name in lora_names}
-        self._known |= dict.fromkeys((model, *names), (state, ""))
+        self._known[model] = (PoolState(placement_pb2.Pool(model=model), tokenizer, "", exactness), "")
+
+    def add_names(self, model: str, served_names: tuple[str, ...], lora_names: tuple[str, ...]) -> None:
+        """Add other names of a model that was added, and its adapters. Known names stay as they are. Mutates."""
+        state, _ = self._known[model]
+        for name in lora_names:
+            self._known.setdefault(name, (state, name))
+        for name in served_names:
+            self._known.setdefault(name, (state, ""))
 
     def has_model(self, model: str) -> bool:
         """Return whether requests for `model` can be read."""

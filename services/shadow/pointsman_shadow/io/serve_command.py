@@ -176,9 +176,11 @@ class ShadowService:
             if not self._reader.has_model(name):
                 source = self._settings.tokenizer_map().get(name) or model.root
                 try:
-                    await asyncio.to_thread(self._reader.add_model, name, source, model.served_names, model.lora_names)
+                    await asyncio.to_thread(self._reader.add_model, name, source)
                 except TokenizerNotFound as missing:
-                    self._reader.add_model_without_tokenizer(name, model.served_names, str(missing))
+                    self._reader.add_model_without_tokenizer(name, str(missing))
+            # Engines load adapters while they run, and of a model in `tokenizers` only the router knows the names.
+            self._reader.add_names(name, model.served_names, model.lora_names)
             engines = model.engines
             names = tuple(self._settings.instances) or engines.names
             if names == self._comparison.engines_of(name):
@@ -197,6 +199,8 @@ class ShadowService:
             if due := self._due(now, complete):
                 await asyncio.to_thread(self._observe, due)
                 self.telemetry.behind.set(time.time() - due[-1].timestamp_ms / 1e3)
+            elif not len(self._pending):
+                self.telemetry.behind.set(0.0)
             self.telemetry.waiting.set(len(self._pending))
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):

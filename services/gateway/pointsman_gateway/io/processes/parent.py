@@ -10,9 +10,8 @@ import multiprocessing
 import signal
 import socket
 import tempfile
-import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,22 +26,26 @@ from pointsman_gateway.io.settings import GatewaySettings
 
 log = structlog.get_logger()
 
-# Pause before a process that died is replaced, s.
+# Pause before processes that died are replaced, s.
 PAUSE_S = 1.0
 Child = Callable[[GatewaySettings, SiblingProcesses, Connection], None]
 
 
 def run_processes(settings: GatewaySettings, child: Child) -> None:
-    """Run `child` in `settings.processes` processes until SIGTERM or SIGINT. Blocks. Raises OSError if the address is in use,
+    """Run `child` in `settings.processes` processes until SIGTERM or SIGINT. Blocks. Raises OSError if an address is in use,
     SystemExit if a process cannot start."""
     stop, stopped = socket.socketpair()
     for stop_signal in (signal.SIGTERM, signal.SIGINT):
         signal.signal(stop_signal, lambda *_: stopped.send(b"."))
-    with listening(settings, "listen"):
-        reserved = _reserved(settings.listen)
-    with tempfile.TemporaryDirectory(prefix="pointsman-gateway-") as folder, reserved as port:
-        listen = parse_address(settings.listen)._replace(port=port.getsockname()[1])
-        family = _ProcessGroup(settings, str(listen), Path(folder), child)
+    with ExitStack() as stack:
+        addresses = {}
+        for field in ("listen", "ext_proc_listen"):
+            if address := getattr(settings, field):
+                with listening(settings, field):
+                    reserved = stack.enter_context(_reserved(address))
+                addresses[field] = str(parse_address(address)._replace(port=reserved.getsockname()[1]))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pointsman-gateway-")))
+        family = _ProcessGroup(settings.model_copy(update=addresses), folder, child)
         for number in range(settings.processes):
             family.start(number)
         try:
@@ -61,9 +64,8 @@ def _reserved(listen: str) -> socket.socket:
 
 
 class _ProcessGroup:
-    def __init__(self, settings: GatewaySettings, listen: str, folder: Path, child: Child) -> None:
+    def __init__(self, settings: GatewaySettings, folder: Path, child: Child) -> None:
         self._settings = settings
-        self._listen = listen
         self._folder = folder
         self._child = child
         # Not forked, because gRPC and uvloop do not work after a fork.
@@ -73,7 +75,7 @@ class _ProcessGroup:
 
     def start(self, number: int) -> None:
         """Start process `number`."""
-        own = {"listen": self._listen, "gateway_id": f"{self._settings.gateway_id}-{number}"}
+        own = {"gateway_id": f"{self._settings.gateway_id}-{number}"}
         reader, writer = self._context.Pipe(duplex=False)
         siblings = SiblingProcesses(self._folder, number, self._settings.processes)
         arguments = (self._settings.model_copy(update=own), siblings, writer)
@@ -100,14 +102,16 @@ class _ProcessGroup:
                         pass  # the process died; its sentinel is handled below
                     del self._unready[number]
                     reader.close()
-            for number in [sentinels[sentinel] for sentinel in readable if sentinel in sentinels]:
+            died = [sentinels[sentinel] for sentinel in readable if sentinel in sentinels]
+            for number in died:
                 process = self._running.pop(number)
                 process.join()
                 if number not in served:
                     raise SystemExit(process.exitcode or 1)
                 log.error("a gateway process died", number=number, exit_code=process.exitcode)
-                time.sleep(PAUSE_S)
-                self.start(number)
+            if died and not wait([stop], PAUSE_S):
+                for number in died:
+                    self.start(number)
 
     def end(self, stop: socket.socket) -> None:
         """Terminate all processes and wait until they have drained. Each further signal on `stop` is forwarded to them."""

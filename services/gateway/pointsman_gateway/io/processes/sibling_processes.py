@@ -1,17 +1,22 @@
-"""The metrics page of several gateway processes on one port: any of them answers for all."""
+"""The metrics page of several gateway processes on one port: any of them answers for all.
+
+Counters of a process that has died stay in the sums, as it told them last: Prometheus takes a sum that falls for one that began
+at 0 again, and would count what the others have counted a second time.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from itertools import islice
+import multiprocessing
+import shutil
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 
-from pointsman_common.io.metrics_page import PIECE, PacedPage, Piece, pieces, written
+from pointsman_common.io.metrics_page import PacedPage, Piece, pieces, written
+from pointsman_common.io.metrics_snapshot import counters_in, encoded, keep, summed
 
 # Timeout of the request for a sibling's metrics, s. A page waits for a sibling that hangs, and readers wait for 10 s or more.
 ASK_S = 4.0
@@ -35,6 +40,7 @@ class SiblingProcesses:
         self.count = count
         self._folder = folder
         self._server: asyncio.Server | None = None
+        self._inherited: list[bytes] = []  # counters of the processes that this one replaces
 
     @property
     def limits_file(self) -> Path:
@@ -42,8 +48,10 @@ class SiblingProcesses:
         return self._folder / "limits"
 
     async def start(self, registry: CollectorRegistry) -> None:
-        """Tell the siblings the metrics of `registry`."""
-        metrics = PacedPage(lambda: snapshot(registry))
+        """Tell the siblings the metrics of `registry`, with the counters of the process that this one replaces."""
+        kept = await asyncio.to_thread(counters_in, self._kept(self.number))
+        self._inherited = await encoded(summed([kept]))
+        metrics = PacedPage(lambda: self._snapshot(registry))
 
         async def tell(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
@@ -61,14 +69,26 @@ class SiblingProcesses:
         self._server = await asyncio.start_unix_server(tell, path)
 
     async def close(self) -> None:
-        """Stop serving the page."""
+        """Stop serving the page. Remove the folder if the parent, which would do so, has died."""
         if self._server is not None:
             self._server.close()
+        if (parent := multiprocessing.parent_process()) is not None and not parent.is_alive():
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     async def page(self) -> bytes:
-        """Return the metrics of all processes that answer, as one page with the number of these processes."""
-        snapshots = await asyncio.gather(*(self._ask(number) for number in range(self.count)))
-        return await merged([snapshot for snapshot in snapshots if snapshot])
+        """Return the metrics of all processes that answer, as one page with the number of these processes. Of the others it has
+        the counters that they told last."""
+        told = await asyncio.gather(*(self._ask(number) for number in range(self.count)))
+        silent = [self._kept(number) for number, found in enumerate(told) if not found]
+        return await merged([*filter(None, told)], [await asyncio.to_thread(counters_in, file) for file in silent])
+
+    def _kept(self, number: int) -> Path:
+        return self._folder / f"{number}.told"
+
+    async def _snapshot(self, registry: CollectorRegistry) -> list[bytes]:
+        found = [*await encoded(pieces(registry.collect())), *self._inherited]
+        await asyncio.to_thread(keep, self._kept(self.number), found)
+        return found
 
     async def _ask(self, number: int) -> list[bytes]:
         found: list[bytes] = []
@@ -81,46 +101,21 @@ class SiblingProcesses:
                 finally:
                     writer.close()
         except (OSError, EOFError, TimeoutError):
-            return []  # the process is being replaced; the page counts only processes that answered
+            return []  # the process is being replaced
         return found
 
 
-_DECODER = msgspec.msgpack.Decoder(Piece)
-
-
-async def snapshot(registry: CollectorRegistry) -> list[bytes]:
-    """Return the metrics of `registry` as numbers, piece by piece, for merged()."""
-    return [msgspec.msgpack.encode(piece) async for piece in pieces(registry.collect())]
-
-
-async def merged(snapshots: list[list[bytes]]) -> bytes:
-    """Return the metrics of several processes as one page. Values are summed; metrics of _LEAST take the minimum. The event loop
-    runs other tasks between two pieces of it."""
-    heads: dict[str, str] = {}
-    values: dict[str, dict[str, float]] = {}
-    for of_process in snapshots:
-        for data in of_process:
-            piece = _DECODER.decode(data)
-            heads.setdefault(piece.name, piece.head)
-            of_family = values.setdefault(piece.name, {})
-            least = piece.name in _LEAST
-            for series, value in piece.series:
-                before = of_family.get(series)
-                of_family[series] = value if before is None else min(before, value) if least else before + value
-            await asyncio.sleep(0)
+async def merged(snapshots: list[list[bytes]], counters: Sequence[list[bytes]] = ()) -> bytes:
+    """Return the metrics of several processes as one page, with the counters of others that do not answer. Values are summed;
+    metrics of _LEAST take the minimum. The event loop runs other tasks between two pieces of it."""
     count = GaugeMetricFamily(
         "pointsman_gateway_processes", "Gateway processes included in these metrics", len(snapshots)
     )
 
-    async def summed() -> AsyncIterator[Piece]:
-        for name, head in heads.items():
-            # Families are freed one by one, for which they are taken out.
-            series = iter(values.pop(name).items())
-            while found := [*islice(series, PIECE)]:
-                yield Piece(name, head, found)
-                await asyncio.sleep(0)
-            yield Piece(name, head, [])
+    async def found() -> AsyncIterator[Piece]:
+        async for piece in summed([*snapshots, *counters], _LEAST):
+            yield piece
         async for piece in pieces([count]):
             yield piece
 
-    return await written(summed())
+    return await written(found())

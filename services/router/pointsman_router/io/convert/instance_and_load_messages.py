@@ -8,6 +8,7 @@ from msgspec.structs import asdict
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman_common.core.engine_identity_wire import identity_of, identity_to_wire
+from pointsman_common.core.load_age import age_ms
 from pointsman_common.core.printable import printable
 from pointsman_router.core.instances.absent_engines import AbsentEngine
 from pointsman_router.core.placement_types import (
@@ -24,8 +25,6 @@ from pointsman_router.io.convert.times import finite
 
 # Maximum number of senders of wrong KV that are kept of one instance.
 MAX_WRONG_SENDERS = 1000
-# Maximum age of a load that its message has room for, ms: 50 days.
-MAX_AGE_MS = 2**32 - 1
 # Maximum length of a problem's text that is kept, in characters.
 MAX_PROBLEM = 500
 _KV_ROLES = {
@@ -167,7 +166,7 @@ def _step_totals(wire: agent_pb2.StepTotals) -> StepTotals:
 def load_to_wire(sample: Load, now: float) -> agent_pb2.Load:
     """The inverse of `load`."""
     return agent_pb2.Load(
-        sample_age_ms=min(max(int((now - sample.sampled_at) * 1e3), 0), MAX_AGE_MS),
+        sample_age_ms=age_ms(sample.sampled_at, now),
         **{name: getattr(sample, name) for name in FIGURES},
         unknown=sample.unknown,
         problem=sample.problem,
