@@ -194,7 +194,7 @@ class EngineModel:
         self._finishing.clear()
 
     def step(self, now: float) -> StepResult:
-        """Run one step that starts at `now` (s). A step that schedules nothing takes only the time for which it waits for the copies
+        """Run one step that starts at `now` (s). A step that schedules nothing takes only the time for which it waits for copies
         of preempted requests' blocks; without work its events are only those that were pending."""
         self.finish_step()
         events: list[Event] = self._pending
