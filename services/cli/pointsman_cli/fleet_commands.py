@@ -22,6 +22,7 @@ from google.protobuf import json_format
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, placement_pb2
@@ -47,6 +48,7 @@ from pointsman_cli.instance_commands import (
 from pointsman_cli.policy_commands import set_policy, verify, what_if
 from pointsman_cli.router_call import DEFAULT_ROUTER, UNUSABLE, fail, no_answer, url_of
 from pointsman_common.core.enum_words import values, word
+from pointsman_common.core.printable import printable
 from pointsman_common.io.direct_http import open_directly
 from pointsman_common.io.tls import client_context
 from pointsman_router.core.placement_types import LIGHT_NEW_TOKENS
@@ -69,8 +71,9 @@ API_KEY = "POINTSMAN_API_KEY"
 # Why an answered request has no TTFT.
 UNTIMED = "the answer was not streamed; only streams have a first token"
 
-# In a pipe rich assumes 80 columns, which would fold the tables.
-console = Console(width=None if sys.stdout.isatty() else 180)
+# In a pipe rich assumes 80 columns, which would fold the tables. Names of clients and engines are shown as they are: ":cat:" is
+# no emoji, and what looks like rich's markup is none, except in the few lines that ask for it.
+console = Console(width=None if sys.stdout.isatty() else 180, markup=False, emoji=False)
 
 
 def add_fleet_commands(app: typer.Typer) -> None:
@@ -106,7 +109,8 @@ def instances(
                    "hit", "sessions", "report", "process")  # fmt: skip
     for status in answer.instances:
         load = status.load
-        table.add_row(
+        _add_row(
+            table,
             status.instance.instance_id,
             status.instance.model,
             _state_of(status),
@@ -124,16 +128,16 @@ def instances(
         )
     _print_rows(table)
     for line in absent_lines(answer):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False)
     for order in _orders_for_unknown(router):
-        console.print(f"{order.instance_id}: no agent reports it ({order_words(order)})", highlight=False, markup=False)
+        console.print(f"{order.instance_id}: no agent reports it ({order_words(order)})", highlight=False)
     console.print(
         f"policy {_policy(answer.policy)}  router {answer.router_id}"
         + (f"  {answer.held_requests} requests held" if answer.held_requests else "")
     )
     if answer.policy.name == Auto.name:
         for pool, taken in pool_policies(router, model).items():
-            console.print(f"{pool}: {_taken(taken)}", highlight=False, markup=False)
+            console.print(f"{pool}: {_taken(taken)}", highlight=False)
 
 
 def _reported(report: agent_pb2.Load | fleet_pb2.Candidate) -> tuple[str, str, str]:
@@ -165,15 +169,15 @@ def _orders_for_unknown(router: str) -> list[fleet_pb2.InstanceOrder]:
 
 def _state_of(status: fleet_pb2.InstanceStatus) -> str:
     """Return an instance's state as text, followed by operators' orders and by what is unusual about its keys."""
-    remarks = [escape(words) for words in (suspension(status), status.cordon_reason, weight_words(status)) if words]
+    remarks = [words for words in (suspension(status), status.cordon_reason, weight_words(status)) if words]
     if status.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE:
         remarks.append("approximate: its KV events contradict answers" if status.events_contradicted else "approximate")
     if status.prefix_source == fleet_pb2.PREFIX_SOURCE_NONE and status.state == fleet_pb2.INSTANCE_STATE_READY:
         remarks.append("cache counted as empty")
     if status.circuit_open:
-        remarks.append(f"out: {escape(status.life.reason)}" if status.life.reason else "out")
+        remarks.append(f"out: {status.life.reason}" if status.life.reason else "out")
     elif status.life.reason:
-        remarks.append(escape(status.life.reason))
+        remarks.append(status.life.reason)
     if status.prediction_audit_failures:
         remarks.append(f"prediction audit failed {status.prediction_audit_failures}x")
     state = state_words(status)
@@ -223,7 +227,8 @@ def decisions(
                    "outcome", "TTFT")  # fmt: skip
     for listed in answer.decisions:
         done = listed.finished
-        table.add_row(
+        _add_row(
+            table,
             listed.decision_id,
             listed.time.ToDatetime().strftime("%H:%M:%S.%f")[:-3],
             listed.session_id[:24],
@@ -288,8 +293,8 @@ def policies(
     except SettingError as error:
         fail(error.sentence)
     for kind in kinds:
-        console.print(f"[bold]{kind.name}[/bold]")
-        console.print(textwrap.indent(inspect.cleandoc(kind.__doc__ or ""), "  "), highlight=False, markup=False)
+        console.print(kind.name, style="bold", highlight=False)
+        console.print(textwrap.indent(inspect.cleandoc(kind.__doc__ or ""), "  "), highlight=False)
         if settings := settings_of(kind):
             console.print("  Settings:")
         for setting in settings:
@@ -354,9 +359,9 @@ def doctor(
         fail(f"--redis-url, --redis-sentinels: {error}")
     findings = examine(router, gateway, redis, list(map(url_of, agent or [])), EngineAccess(engine_api_key, tls))
     table = _table("", "check", "finding", "what to do")
-    marks = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]FAIL[/red]"}
+    marks = {"ok": Text("ok", "green"), "warn": Text("warn", "yellow"), "fail": Text("FAIL", "red")}
     for finding in findings:
-        table.add_row(marks[finding.level], *map(escape, (finding.check, finding.found, finding.advice)))
+        _add_row(table, marks[finding.level], finding.check, finding.found, finding.advice)
     console.print(table)
     if any(finding.level == Finding.FAIL for finding in findings):
         raise typer.Exit(1)
@@ -369,18 +374,15 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
     steps = [step.instance.instance_id for step in decision.steps]
     to = " -> ".join(step for number, step in enumerate(steps) if step != steps[number - 1] or not number) or "held"
     console.print(
-        f"[bold]{escape(decision.decision_id)}[/bold]  {escape(to)}  [bold]{explained(decision.reason)}[/bold]"
+        f"[bold]{escape(decision.decision_id)}[/bold]  {escape(to)}  [bold]{escape(explained(decision.reason))}[/bold]",
+        markup=True,
     )
     console.print(
         f"request {decision.request_id}  session {decision.session_id or '-'} "
-        f"(owner then: {owner})  {word(fleet_pb2.DecisionOutcome, decision.outcome)}",
-        markup=False,
+        f"(owner then: {owner})  {word(fleet_pb2.DecisionOutcome, decision.outcome)}"
     )
     if decision.agent_id or decision.agent_parent_session_id:
-        console.print(
-            f"agent {decision.agent_id or '-'}  started by session {decision.agent_parent_session_id or '-'}",
-            markup=False,
-        )
+        console.print(f"agent {decision.agent_id or '-'}  started by session {decision.agent_parent_session_id or '-'}")
     console.print(
         f"{decision.input_tokens:,} input tokens ({decision.key_count:,} keys), {decision.cached_tokens:,} cached -> "
         f"{route_class}{bounds_of_class}, {word(fleet_pb2.PlacementMode, decision.mode)}"
@@ -396,10 +398,7 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
         console.print(
             f"admission {admission.reason}: {admission.size:,} tokens beside {admission.weighted:,.0f} under way, "
             f"of {admission.capacity:,.0f}"
-            + (
-                f", parked {admission.waited.ToMilliseconds() / 1e3:,.1f} s" if admission.waited.ToNanoseconds() else ""
-            ),
-            markup=False,
+            + (f", parked {admission.waited.ToMilliseconds() / 1e3:,.1f} s" if admission.waited.ToNanoseconds() else "")
         )
     console.print(f"policy {_policy(decision.policy)}")
     if decision.taken_policy:
@@ -420,7 +419,8 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
     ):
         note = candidate.excluded or ("" if candidate.exact else "no keys known")
         note = "; ".join(filter(None, (note, _loaded(candidate.kv_load).removeprefix(", "))))
-        table.add_row(
+        _add_row(
+            table,
             "->" if candidate.instance_id == chosen else "",
             candidate.instance_id,
             _score(candidate.score) if candidate.HasField("score") else "-",
@@ -496,6 +496,11 @@ def _http(url: str, body: bytes | None = None, headers: dict[str, str] | None = 
         fail(f"{url} answered {error.code}: {error.read(1_000).decode(errors='replace')}")
     except OSError as error:
         fail(f"{url}: {reason_of_request(error)}")
+
+
+def _add_row(table: Table, *cells: str | Text) -> None:
+    """Add a row whose texts are shown as they are, without the characters that a terminal obeys."""
+    table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells))
 
 
 def _print_rows(table: Table) -> None:

@@ -141,3 +141,31 @@ def test_explain_says_why_a_plan_has_its_form_and_how_its_instance_was_found(
     assert capsys.readouterr().out.startswith("r-1  held  held: waits for the instance")
     fleet_commands._print_decision(decided("of_a_later_version", ("p", ""), ("d", ""), ("d", "")))
     assert capsys.readouterr().out.startswith("r-1  p -> d  of_a_later_version\n")
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, decision: fleet_pb2.Decision, *flags: str) -> str:
+    """Return what `pointsman decisions` prints of a decision."""
+    answer = fleet_pb2.ListDecisionsResponse(decisions=[decision])
+    monkeypatch.setattr(fleet_commands, "newest_decisions", lambda *_: answer)
+    app = typer.Typer()
+    fleet_commands.add_fleet_commands(app)
+    done = CliRunner().invoke(app, ["decisions", *flags], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.parametrize("session", ["[/closes]", "[bold]", "agent:cat:1"])
+def test_names_of_clients_and_instances_are_shown_as_they_are(
+    session: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decision = decided("hot", ("[fd00::1]:8000", "hot"), session_id=session, notes=["prefill_failed:[fd00::2]:8000"])
+    decision.candidates.add(instance_id="[fd00::1]:8000")
+    listed = shown(monkeypatch, decision)
+    assert session in listed
+    assert "[fd00::1]:8000" in listed
+    fleet_commands._print_decision(decision)
+    out = capsys.readouterr().out
+    assert f"session {session} " in out
+    assert "step 0: SERVE on [fd00::1]:8000 (hot)" in out
+    assert "(prefill_failed:[fd00::2]:8000)" in out
+    assert ["->", "[fd00::1]:8000"] in [line.split()[:2] for line in out.splitlines()]
