@@ -8,6 +8,7 @@ import ssl
 import urllib.error
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -140,9 +141,10 @@ def _health(url: str, name: str, trusted: ssl.SSLContext) -> Iterator[Finding]:
             status, body, ahead_s = answer.status, json.loads(answer.read() or b"{}"), skew(answer.headers.get("Date"))
     except OSError as error:
         raise Unanswered(reason_of_request(error)) from None
-    except ValueError:
+    except (ValueError, HTTPException):
         body = None
-    if not isinstance(body, dict):
+    # What is ready and names no models is something else, as an engine, whose /health is empty.
+    if not isinstance(body, dict) or (status == 200 and not isinstance(body.get("models"), dict)):
         raise Unanswered("what answers there is no gateway")
     if status != 200:
         yield Finding(Finding.FAIL, name, f"not ready: {json.dumps(body)}", "see what is missing in its /health")

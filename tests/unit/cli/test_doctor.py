@@ -9,7 +9,7 @@ import pytest
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2
-from pointsman_cli import doctor_kv
+from pointsman_cli import doctor, doctor_kv
 from pointsman_cli.doctor import (
     contradicted_finding,
     forgotten_orders,
@@ -146,6 +146,21 @@ def test_an_engine_whose_answer_is_none_does_not_end_the_doctor(monkeypatch: pyt
     monkeypatch.setattr(doctor_kv, "complete", lambda *_: ({"error": {"message": "busy"}}, None))
     [finding] = answers(pair(agent_pb2.KV_PROTOCOL_NIXL), EngineAccess())
     assert finding.level == Finding.WARN
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"usage": []}', b'{"usage": {"prompt_tokens_details": null}}'])
+def test_an_engine_whose_answer_cannot_be_read_does_not_end_the_doctor(body: bytes) -> None:
+    with serving(lambda _: (200, body)) as url:
+        [finding, *_] = doctor._engine(agent_pb2.Instance(instance_id="a", url=url), EngineAccess())
+    assert (finding.level, finding.check) == (Finding.WARN, "a engine")
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"router_id": "r1"}', b'{"engines": 1}', b'{"engines": [1]}'])
+def test_what_is_no_agent_is_told_as_such(body: bytes) -> None:
+    with serving(lambda _: (200, body)) as url:
+        [finding] = doctor._agent(url)
+    assert (finding.level, finding.check) == (Finding.FAIL, f"agent {url}")
+    assert finding.found in ("what answers there is no agent", "its answer is no JSON object")
 
 
 def test_cordons_of_long_ago_and_orders_for_nobody_are_reported() -> None:
