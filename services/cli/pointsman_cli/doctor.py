@@ -7,6 +7,7 @@ import time
 import urllib.error
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -16,6 +17,7 @@ from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2
 from pointsman_cli.all_routers import instances_of
 from pointsman_cli.doctor_findings import (
+    ASKED_AT_ONCE,
     TIMEOUT_S,
     EngineAccess,
     Finding,
@@ -205,8 +207,9 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> I
         yield from answers(
             [status.instance for status in statuses if status.state == fleet_pb2.INSTANCE_STATE_READY], access
         )
-    for status in instances:
-        yield from _instance(status, access)
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
+        for findings in threads.map(lambda status: list(_instance(status, access)), instances):
+            yield from findings
 
 
 def placeability(model: str, pool: Sequence[fleet_pb2.InstanceStatus]) -> Iterator[Finding]:

@@ -18,6 +18,9 @@ from pointsman_common.io.direct_http import open_directly
 
 # Timeout of a call or an HTTP request, s.
 TIMEOUT_S = 10.0
+# Maximum number of engines, or gateways, that are asked at the same time. From a machine that reaches none of a thousand engines
+# each takes TIMEOUT_S.
+ASKED_AT_ONCE = 64
 # Difference of clocks above which it is a finding, s.
 CLOCK_SKEW_S = 2.0
 

@@ -13,15 +13,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pointsman.router.v1 import fleet_pb2
-from pointsman_cli.doctor_findings import TIMEOUT_S, Finding, clock, reason_of_request, skew
+from pointsman_cli.doctor_findings import ASKED_AT_ONCE, TIMEOUT_S, Finding, clock, reason_of_request, skew
 from pointsman_common.core.addresses import address_of_url, parse_address
 from pointsman_common.io.direct_http import open_directly
 from pointsman_common.io.tls import TlsSettings, client_context
 
 # Base URL of the gateway of `pointsman up`.
 GATEWAY = "http://127.0.0.1:8080"
-# Maximum number of gateways that are asked at the same time.
-ASKED_AT_ONCE = 16
 NAME_ONE = "name one that can be reached from here: --gateway URL"
 
 

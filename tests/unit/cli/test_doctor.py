@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +26,8 @@ from pointsman_cli.doctor import (
 from pointsman_cli.doctor_findings import EngineAccess, Finding
 from pointsman_cli.doctor_kv import Answer, answers, difference, pairs_of, transfers
 from pointsman_cli.fleet_commands import _state_of
+from pointsman_router.core.placement_types import InstanceInfo
+from pointsman_router.io.convert import instance_and_load_messages
 from pointsman_router.io.convert.times import duration, timestamp
 from tests.support.pages import serving
 from tests.support.processes.process import free_port
@@ -66,6 +70,37 @@ def test_one_that_fits_nobody_is_reported(bootstrap: str) -> None:
         ("a", Finding.WARN),
         ("b", Finding.WARN),
     ]
+
+
+def test_a_thousand_engines_are_compared_by_what_they_differ_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, once = Counter[str](), instance_and_load_messages.instance_info
+
+    def instance_info(wire: agent_pb2.Instance) -> InstanceInfo:
+        read[wire.instance_id] += 1
+        return once(wire)
+
+    monkeypatch.setattr(instance_and_load_messages, "instance_info", instance_info)
+    kv = agent_pb2.KvTransfer(protocol=agent_pb2.KV_PROTOCOL_NIXL)
+    pool = [agent_pb2.Instance(instance_id=str(number), block_size=16, kv_transfer=kv) for number in range(200)]
+    pool.append(agent_pb2.Instance(instance_id="other", block_size=32, kv_transfer=kv))
+    *alike, other = transfers(pool)
+    assert {finding.found for finding in alike} == {"can send KV to 199 instances"}
+    assert other.level == Finding.WARN
+    assert len(list(pairs_of(pool))) == 200
+    assert max(read.values()) <= 4
+
+
+def test_engines_are_asked_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(8)
+
+    def engine(*_: object) -> Iterator[Finding]:
+        together.wait(5)
+        return iter(())
+
+    monkeypatch.setattr(doctor, "_engine", engine)
+    fleet = [status("READY", instance=agent_pb2.Instance(instance_id=str(number))) for number in range(8)]
+    named = [finding.check for finding in doctor._fleet(fleet, EngineAccess()) if finding.check.isdigit()]
+    assert list(dict.fromkeys(named)) == [str(number) for number in range(8)]
 
 
 def test_a_bootstrap_server_that_does_not_answer_is_reported(bootstrap: str) -> None:
