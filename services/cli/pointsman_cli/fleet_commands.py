@@ -46,7 +46,7 @@ from pointsman_cli.instance_commands import (
     weight_words,
 )
 from pointsman_cli.policy_commands import set_policy, verify, what_if
-from pointsman_cli.router_call import DEFAULT_ROUTER, UNUSABLE, fail, no_answer, url_of
+from pointsman_cli.router_call import DEFAULT_ROUTER, UNUSABLE, fail, no_answer, seconds_of, url_of
 from pointsman_common.core.enum_words import values, word
 from pointsman_common.core.printable import printable
 from pointsman_common.io.direct_http import open_directly
@@ -194,8 +194,12 @@ def decisions(
     outcome: Annotated[str, typer.Option(help="open, ok, failed, rejected, cancelled or unknown")] = "",
     tenant: Annotated[str, typer.Option(help="list those of this tenant only")] = "",
     model: Annotated[str, typer.Option(help="list those of this model's pool only")] = "",
-    since: Annotated[float | None, typer.Option(help="maximum age of a decision, in seconds")] = None,
-    until: Annotated[float | None, typer.Option(help="minimum age of a decision, in seconds")] = None,
+    since: Annotated[
+        float | None, typer.Option(callback=seconds_of, help="maximum age of a decision, in seconds")
+    ] = None,
+    until: Annotated[
+        float | None, typer.Option(callback=seconds_of, help="minimum age of a decision, in seconds")
+    ] = None,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=1000, help="maximum number")] = 20,
     as_json: JsonFlag = False,
 ) -> None:

@@ -15,6 +15,7 @@ from pointsman_common.io.auth import bearer
 from pointsman_common.io.channel import open_blocking_channel
 from pointsman_common.io.router_failures import NOTHING_LISTENS, meaning
 from pointsman_common.io.settings import Tokens
+from pointsman_router.io.convert.times import MAX_DURATION_S
 
 DEFAULT_ROUTER = "127.0.0.1:50051"
 UNUSABLE = 2  # Exit status for settings that cannot be used; typer uses the same.
@@ -90,6 +91,14 @@ def router_of(text: str) -> str:
 def url_of(text: str) -> str:
     """Return a base URL from what a user gives: a URL, as clients have it with /v1, too, or HOST:PORT."""
     return (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
+
+
+def seconds_of(given: float | None) -> float | None:
+    """Return the seconds that a flag gives, at most what a message can have: 10,000 years. Raises BadParameter for a negative
+    number and for NaN, which typer's bounds let through."""
+    if given is not None and not given >= 0:
+        raise typer.BadParameter(f"{given:g}: a number of seconds, 0 or more, is needed")
+    return given if given is None else min(given, MAX_DURATION_S)
 
 
 def fail(message: str, status: int = 1) -> NoReturn:

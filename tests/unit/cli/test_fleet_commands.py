@@ -169,3 +169,18 @@ def test_names_of_clients_and_instances_are_shown_as_they_are(
     assert "step 0: SERVE on [fd00::1]:8000 (hot)" in out
     assert "(prefill_failed:[fd00::2]:8000)" in out
     assert ["->", "[fd00::1]:8000"] in [line.split()[:2] for line in out.splitlines()]
+
+
+@pytest.mark.parametrize("command", [["decisions", "--since"], ["decisions", "--until"], ["drain", "a", "--wait"]])
+@pytest.mark.parametrize("seconds", ["nan", "-5", "-inf"])
+def test_seconds_that_are_none_are_refused(command: list[str], seconds: str) -> None:
+    app = typer.Typer()
+    fleet_commands.add_fleet_commands(app)
+    done = CliRunner().invoke(app, [*command, seconds, "--router", "127.0.0.1:1"])
+    assert done.exit_code == 2, done.exception
+    assert "0 or more, is needed" in done.output
+
+
+@pytest.mark.parametrize("seconds", ["inf", "1e30"])
+def test_decisions_may_be_of_any_age(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "r-1" in shown(monkeypatch, decided("hot"), "--since", seconds)
