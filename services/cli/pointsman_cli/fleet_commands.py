@@ -28,7 +28,7 @@ from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_cli.all_routers import instances_of, newest_decisions, of_its_router, pool_policies, warn
 from pointsman_cli.doctor import examine
-from pointsman_cli.doctor_findings import EngineAccess, Finding, reason_of_request
+from pointsman_cli.doctor_findings import EngineAccess, Finding, json_object, reason_of_request
 from pointsman_cli.doctor_gateways import GATEWAY
 from pointsman_cli.doctor_redis import RedisUrls
 from pointsman_cli.installed_policies import installed_policies
@@ -477,25 +477,44 @@ def _policy(policy: fleet_pb2.Policy) -> str:
 
 def _dry_run(gateway: str, prompt: Path, model: str, session: str) -> fleet_pb2.Decision:
     if not model:
-        names = [model["id"] for model in _http(f"{gateway}/v1/models")["data"]]
+        url = f"{gateway}/v1/models"
+        try:
+            names = [model["id"] for model in _http(url)["data"]]
+        except (LookupError, TypeError):
+            fail(f"{url}: what answers there is no gateway")
         if len(names) != 1:
             fail(f"the gateway serves {', '.join(names) or 'no model'}; choose with --model")
         model = names[0]
-    body = json.dumps({"model": model, "prompt": prompt.read_text()}).encode()
+    try:
+        text = prompt.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        fail(
+            f"--prompt {prompt}: {'is no text in UTF-8' if isinstance(error, ValueError) else error.strerror}", UNUSABLE
+        )
+    body = json.dumps({"model": model, "prompt": text}).encode()
     headers = {"Content-Type": "application/json", "X-Pointsman-Dry-Run": "1"}
     if session:
+        if not (session.isascii() and session.isprintable()):
+            fail(f"--session {printable(session)}: a header can have printable ASCII only", UNUSABLE)
         headers["X-Session-ID"] = session
-    answer = _http(f"{gateway}/v1/completions", body, headers)
-    return json_format.ParseDict(answer["decision"], fleet_pb2.Decision(), ignore_unknown_fields=True)
+    url = f"{gateway}/v1/completions"
+    answer = _http(url, body, headers)
+    try:
+        return json_format.ParseDict(answer["decision"], fleet_pb2.Decision(), ignore_unknown_fields=True)
+    except (LookupError, TypeError, json_format.ParseError):
+        fail(f"{url}: what answers there is no gateway, or of a version without dry runs")
 
 
 def _http(url: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> Any:
     request = urllib.request.Request(url, data=body, headers=headers or {})
-    if key := os.environ.get(API_KEY):
+    # A variable made of a file often ends with a line feed, and the error of a header that has one would show the key.
+    if key := os.environ.get(API_KEY, "").strip():
+        if not (key.isascii() and key.isprintable()):
+            fail(f"{API_KEY}: a key has printable ASCII only", UNUSABLE)
         request.add_header("Authorization", f"Bearer {key}")
     try:
         with open_directly(request, TIMEOUT_S) as answer:
-            return json.load(answer)
+            return json_object(answer)
     except urllib.error.HTTPError as error:
         fail(f"{url} answered {error.code}: {error.read(1_000).decode(errors='replace')}")
     except OSError as error:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
+from urllib.parse import urlsplit
 
 import grpc
 import typer
 
 from pointsman.router.v1 import fleet_pb2_grpc
+from pointsman_common.core.printable import printable
 from pointsman_common.io import router_target
 from pointsman_common.io.auth import bearer
 from pointsman_common.io.channel import open_blocking_channel
@@ -89,8 +91,16 @@ def router_of(text: str) -> str:
 
 
 def url_of(text: str) -> str:
-    """Return a base URL from what a user gives: a URL, as clients have it with /v1, too, or HOST:PORT."""
-    return (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
+    """Return a base URL from what a user gives: a URL, as clients have it with /v1, too, or HOST:PORT. Raises BadParameter."""
+    url = (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or True)
+    except ValueError:  # a port that is none, or brackets without an IPv6 address
+        usable = False
+    if not usable or " " in url or not url.isprintable():
+        raise typer.BadParameter(f"{printable(text)}: HOST:PORT, or an http or https URL, is needed")
+    return url
 
 
 def seconds_of(given: float | None) -> float | None:

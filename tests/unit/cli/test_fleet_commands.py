@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_cli import fleet_commands, router_call
 from pointsman_common.io.auth import bearer
+from tests.support.pages import serving
 
 COMMANDS = (
     ["instances"],
@@ -184,3 +185,54 @@ def test_seconds_that_are_none_are_refused(command: list[str], seconds: str) -> 
 @pytest.mark.parametrize("seconds", ["inf", "1e30"])
 def test_decisions_may_be_of_any_age(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "r-1" in shown(monkeypatch, decided("hot"), "--since", seconds)
+
+
+def dry_run(*flags: str) -> Result:
+    app = typer.Typer()
+    fleet_commands.add_fleet_commands(app)
+    done = CliRunner().invoke(app, ["explain", *flags])
+    assert isinstance(done.exception, SystemExit), done.exception
+    return done
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> str:
+    (tmp_path / "prompt").write_text("hello")
+    return str(tmp_path / "prompt")
+
+
+@pytest.mark.parametrize("gateway", ["http://[::1", "host:port", "ftp://host:1", "two words:1", "http://"])
+def test_an_address_that_is_none_is_refused(gateway: str, prompt: str) -> None:
+    done = dry_run("--prompt", prompt, "--gateway", gateway)
+    assert done.exit_code == 2
+    assert "HOST:PORT" in done.output
+
+
+def test_a_prompt_or_a_session_that_cannot_be_sent_is_refused(tmp_path: Path, prompt: str) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    done = dry_run("--prompt", str(tmp_path / "bytes"), "--model", "m")
+    assert (done.exit_code, "UTF-8" in done.output) == (2, True)
+    done = dry_run("--prompt", prompt, "--model", "m", "--session", "caf\u00e9 \n")
+    assert (done.exit_code, "printable ASCII" in done.output) == (2, True)
+
+
+def test_a_key_with_a_line_feed_is_sent_without_it_and_no_key_is_shown(
+    prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POINTSMAN_API_KEY", "secret\n")
+    with serving(lambda _: (200, b"{}")) as url:
+        assert "no gateway" in dry_run("--prompt", prompt, "--model", "m", "--gateway", url).output
+    monkeypatch.setenv("POINTSMAN_API_KEY", "sec\nret")
+    done = dry_run("--prompt", prompt, "--model", "m")
+    assert (done.exit_code, "ret" in done.output) == (2, False)
+
+
+@pytest.mark.parametrize(
+    "body", [b"<html>", b"[]", b"{}", b'{"data": 1}', b'{"decision": 1}', b'{"decision": {"time": "x"}}']
+)
+@pytest.mark.parametrize("model", [[], ["--model", "m"]])
+def test_what_answers_like_no_gateway_is_told_as_such(body: bytes, model: list[str], prompt: str) -> None:
+    with serving(lambda _: (200, body)) as url:
+        done = dry_run("--prompt", prompt, "--gateway", url, *model)
+    assert done.exit_code == 1
+    assert "no gateway" in done.output or "no JSON object" in done.output
