@@ -12,7 +12,7 @@ import sys
 import textwrap
 import urllib.error
 import urllib.request
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -234,7 +234,8 @@ def decisions(
         _add_row(
             table,
             listed.decision_id,
-            listed.time.ToDatetime().strftime("%H:%M:%S.%f")[:-3],
+            # The local time, as in the console and in what `instances` says of policies.
+            f"{listed.time.ToDatetime(UTC).astimezone():%H:%M:%S.%f}"[:-3],
             listed.session_id[:24],
             f"{listed.input_tokens:,}",
             f"{listed.cached_tokens:,}",

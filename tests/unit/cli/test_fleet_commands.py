@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from google.protobuf import timestamp_pb2
 from typer.testing import CliRunner, Result
 
 from pointsman.router.v1 import fleet_pb2, placement_pb2
@@ -185,6 +187,17 @@ def test_seconds_that_are_none_are_refused(command: list[str], seconds: str) -> 
 @pytest.mark.parametrize("seconds", ["inf", "1e30"])
 def test_decisions_may_be_of_any_age(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "r-1" in shown(monkeypatch, decided("hot"), "--since", seconds)
+
+
+def test_times_of_decisions_are_local(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "XXX-5:30")
+    time.tzset()
+    try:
+        made = timestamp_pb2.Timestamp(seconds=1_700_000_000, nanos=125_000_000)
+        assert "03:43:20.125" in shown(monkeypatch, decided("hot", time=made))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def dry_run(*flags: str) -> Result:
