@@ -91,7 +91,12 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
         ]
         policy = self._router.state.policy.ref()
         return fleet_pb2.ListInstancesResponse(
-            instances=[self._status(record) async for record in in_turns(found[:size])],
+            # In a pause instances may leave.
+            instances=[
+                self._status(record)
+                async for record in in_turns(found[:size])
+                if self._router.state.instances.get(record.info.instance_id) is record
+            ],
             policy=operator_messages.policy_to_wire(policy),
             policy_etag=operator_messages.policy_etag(policy),
             router_id=self._router.settings.router_id,
