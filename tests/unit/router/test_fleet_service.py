@@ -9,11 +9,13 @@ from typing import Any, cast
 import pytest
 
 from pointsman.router.v1 import fleet_pb2
+from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.router_state import RouterState
 from pointsman_router.io.router import Router
 from pointsman_router.io.rpc import paged_lists
 from pointsman_router.io.rpc.fleet_service import FleetService
-from tests.support.router_values import join, state
+from pointsman_router.io.telemetry.decision_log import DecisionLog
+from tests.support.router_values import join, place, request, state
 
 
 def service(state_: RouterState, **parts: Any) -> FleetService:
@@ -53,3 +55,44 @@ async def test_an_instance_that_leaves_while_its_drain_is_stored_is_still_answer
 
     answer = await service(fleet, drain=drain).Drain(fleet_pb2.DrainRequest(instance_id="a"), None)
     assert answer.instance.instance.instance_id == "a"
+
+
+async def test_decisions_are_looked_for_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, log = state(), DecisionLog(100)
+    join(fleet, "a", 1)
+    pauses = 0
+
+    async def pause(_: float) -> None:
+        nonlocal pauses
+        pauses += 1
+        decide(f"later-{pauses}")
+
+    def decide(request_id: str) -> None:
+        placed = place(fleet, request(request_id, tokens=1))
+        assert isinstance(placed, ev.Placed)
+        log.decided(placed.decision, 0.0, 0.0)
+
+    for number in range(100):
+        decide(f"r{number}")
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    asked, nobody = service(fleet, decisions=log), fleet_pb2.DecisionFilter(tenant="nobody")
+    assert not (await asked.ListDecisions(fleet_pb2.ListDecisionsRequest(filter=nobody), None)).decisions
+    assert pauses == 100
+    assert not (await asked.SummarizeDecisions(fleet_pb2.SummarizeDecisionsRequest(filter=nobody), None)).decided
+    assert pauses == 200
+
+
+async def test_pages_of_decisions_go_on_where_the_one_before_ended() -> None:
+    fleet, log = state(), DecisionLog(100)
+    join(fleet, "a", 1)
+    for number in range(10):
+        placed = place(fleet, request(f"r{number}", tokens=1))
+        assert isinstance(placed, ev.Placed)
+        log.decided(placed.decision, 0.0, 0.0)
+    asked, wanted = service(fleet, decisions=log), fleet_pb2.ListDecisionsRequest(page_size=4)
+    pages: list[list[str]] = []
+    while not pages or wanted.page_token:
+        answer = await asked.ListDecisions(wanted, None)
+        pages.append([decision.request_id for decision in answer.decisions])
+        wanted.page_token = answer.next_page_token
+    assert pages == [["r9", "r8", "r7", "r6"], ["r5", "r4", "r3", "r2"], ["r1", "r0"]]

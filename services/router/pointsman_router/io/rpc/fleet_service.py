@@ -174,8 +174,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.ListDecisionsResponse:
         """Return the newest decisions that match, newest first."""
         size, before = await self._page(request, int, context)
-        wanted = _filter(request.filter)
-        found = list(itertools.islice(self._router.decisions.newest(wanted.matches, before), size + 1))
+        found = await self._newest(_filter(request.filter), size + 1, before)
         return fleet_pb2.ListDecisionsResponse(
             decisions=[self.without_candidates(logged) async for logged in in_turns(found[:size])],
             next_page_token=self._next_page(found, size, attrgetter("number"), request),
@@ -246,8 +245,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
         """Return statistics of how the newest decisions that match ended."""
         if request.last > MAX_SUMMARIZED:
             await abort(context, field_status("last", f"at most {MAX_SUMMARIZED}"))
-        newest = self._router.decisions.newest(_filter(request.filter).matches)
-        found = list(itertools.islice(newest, request.last or DEFAULT_SUMMARIZED))
+        found = await self._newest(_filter(request.filter), request.last or DEFAULT_SUMMARIZED)
         outcomes = OutcomeStats()
         async for logged in in_turns(found):
             outcomes.add(logged.decision, logged.outcome, logged.finished)
@@ -293,7 +291,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
 
     async def _count_turns(self, names: list[tuple[str, str]], answer: fleet_pb2.ListSessionsResponse) -> None:
         """Add the log's figures to the sessions of `answer`, which have these pools and names. Mutates `answer`."""
-        logged = list(self._router.decisions.newest(lambda _: True))
+        logged = self._router.decisions.all()
         if not logged:
             return
         answer.counted_since.CopyFrom(timestamp(logged[-1].unix_s))
@@ -351,6 +349,16 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
             message = f"no decision {decision_id!r} in this router's log"
             await abort(context, not_found_status("decision", decision_id, message))
         return logged
+
+    async def _newest(self, wanted: DecisionFilter, most: int, before: int | None = None) -> list[LoggedDecision]:
+        """Return the newest decisions that match, `most` at most, newest first; with `before`, those with a smaller `number`."""
+        found: list[LoggedDecision] = []
+        async for logged in in_turns(self._router.decisions.all()):
+            if (before is None or logged.number < before) and wanted.matches(logged):
+                found.append(logged)
+                if len(found) == most:
+                    break
+        return found
 
     async def _policy(self, wire: fleet_pb2.Policy, context: Any) -> Policy:
         try:
