@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,6 +11,8 @@ import pytest
 
 from pointsman.router.v1 import fleet_pb2
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.history.fleet_history import FleetHistory
+from pointsman_router.core.history.rows import POOL_BUCKETS, POOL_STEP_S, PoolMeasure, PoolSample
 from pointsman_router.core.router_state import RouterState
 from pointsman_router.io.router import Router
 from pointsman_router.io.rpc import paged_lists
@@ -96,3 +99,40 @@ async def test_pages_of_decisions_go_on_where_the_one_before_ended() -> None:
         pages.append([decision.request_id for decision in answer.decisions])
         wanted.page_token = answer.next_page_token
     assert pages == [["r9", "r8", "r7", "r6"], ["r5", "r4", "r3", "r2"], ["r1", "r0"]]
+
+
+# What a client of gRPC takes by default, bytes.
+MESSAGE_BYTES = 4 << 20
+
+
+async def test_a_page_of_instances_with_many_adapters_fits_into_a_message() -> None:
+    fleet = state()
+    adapters = tuple(f"adapter-{number:050}" for number in range(500))
+    for number in range(200):
+        join(fleet, f"i{number:03}", number, lora_names=adapters)
+    found: list[str] = []
+    wanted = fleet_pb2.ListInstancesRequest()
+    while not found or wanted.page_token:
+        page = await service(fleet).ListInstances(wanted, None)
+        assert page.ByteSize() < MESSAGE_BYTES
+        found += [status.instance.instance_id for status in page.instances]
+        wanted.page_token = page.next_page_token
+    assert found == [f"i{number:03}" for number in range(200)]
+
+
+async def test_a_page_of_pools_histories_fits_into_a_message() -> None:
+    now = time.monotonic()
+    begun = (now // POOL_STEP_S - POOL_BUCKETS) * POOL_STEP_S
+    history = FleetHistory(begun)
+    sample = PoolSample(True, 1, 2, 3, 4.0, 0.5, 0.6)
+    for pool in (f"m{number:03}" for number in range(500)):
+        for bucket in range(POOL_BUCKETS + 1):
+            history.sample_pool(pool, sample, begun + bucket * POOL_STEP_S)
+    # All have the series that a pool has without requests; the other four are as long.
+    wanted = fleet_pb2.ListPoolHistoriesRequest(page_size=1_000)
+    first = await service(state(), history=history).ListPoolHistories(wanted, None)
+    assert len(first.pools[0].series) >= 8
+    assert first.ByteSize() / len(first.pools[0].series) * len(PoolMeasure) < MESSAGE_BYTES
+    wanted.page_token = first.next_page_token
+    second = await service(state(), history=history).ListPoolHistories(wanted, None)
+    assert [row.model for row in [*first.pools, *second.pools]] == sorted(history.pools)

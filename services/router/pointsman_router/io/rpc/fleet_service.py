@@ -44,7 +44,7 @@ from pointsman_router.io.rpc.errors import (
 )
 from pointsman_router.io.rpc.history_lists import HistoryLists
 from pointsman_router.io.rpc.paged_lists import in_turns
-from pointsman_router.io.rpc.pages import MAX_PAGE
+from pointsman_router.io.rpc.pages import MAX_PAGE, MAX_PAGE_BYTES
 from pointsman_router.io.rpc.replicas import replicas_to_wire
 from pointsman_router.io.telemetry.decision_log import DecisionFilter, LoggedDecision
 
@@ -89,19 +89,24 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
             for record in self._router.state.instances.records()
             if (not request.model or record.info.model == pool) and (after is None or record.info.instance_id > after)
         ]
+        listed: list[fleet_pb2.InstanceStatus] = []
+        entries = page_bytes = 0
+        async for record in in_turns(found[:size]):
+            if page_bytes >= MAX_PAGE_BYTES:
+                break
+            entries += 1
+            # In a pause instances may leave.
+            if self._router.state.instances.get(record.info.instance_id) is record:
+                listed.append(self._status(record))
+                page_bytes += listed[-1].ByteSize()
         policy = self._router.state.policy.ref()
         return fleet_pb2.ListInstancesResponse(
-            # In a pause instances may leave.
-            instances=[
-                self._status(record)
-                async for record in in_turns(found[:size])
-                if self._router.state.instances.get(record.info.instance_id) is record
-            ],
+            instances=listed,
             policy=operator_messages.policy_to_wire(policy),
             policy_etag=operator_messages.policy_etag(policy),
             router_id=self._router.settings.router_id,
             held_requests=len(self._router.state.held_requests.queue),
-            next_page_token=self._next_page(found, size, lambda record: record.info.instance_id, request),
+            next_page_token=self._next_page(found, entries, lambda record: record.info.instance_id, request),
             absent_engines=[
                 agent_pb2.AbsentEngine(**asdict(engine))
                 for engine in (self._router.absent() if not request.model and after is None else ())
