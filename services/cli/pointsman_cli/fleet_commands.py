@@ -243,7 +243,7 @@ def decisions(
             word(fleet_pb2.RouteClass, listed.route_class),
             listed.reason,
             " -> ".join(step.instance.instance_id for step in listed.steps),
-            f"{listed.margin:,.0f}" if listed.HasField("margin") else "-",
+            _score(listed.margin) if listed.HasField("margin") else "-",
             word(fleet_pb2.DecisionOutcome, listed.outcome),
             f"{done.timings.first_token_ms:,.0f} ms" if done.timings.first_token_ms else "-",
         )
@@ -443,7 +443,7 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
         console.print(f"{decision.other_instances} others were not compared: less of the prompt cached, or more load")
     if decision.figures:
         console.print(
-            "compared " + ", ".join(f"{name} {value:,.3g}" for name, value in sorted(decision.figures.items()))
+            "compared " + ", ".join(f"{name} {_score(value)}" for name, value in sorted(decision.figures.items()))
         )
     if decision.runner_up:
         console.print(f"runner-up {decision.runner_up}, margin {_score(decision.margin)}")
@@ -467,7 +467,7 @@ def _ended_by(done: placement_pb2.Finished) -> str:
 
 def _score(value: float) -> str:
     # A score is in tokens under most policies, in seconds under some.
-    return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def _policy(policy: fleet_pb2.Policy) -> str:

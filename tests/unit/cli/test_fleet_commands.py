@@ -189,6 +189,18 @@ def test_decisions_may_be_of_any_age(seconds: str, monkeypatch: pytest.MonkeyPat
     assert "r-1" in shown(monkeypatch, decided("hot"), "--since", seconds)
 
 
+@pytest.mark.parametrize(("margin", "text"), [(0.42, "0.42"), (4016.0, "4,016"), (999.7, "1,000"), (0.0, "0")])
+def test_margins_in_seconds_are_no_zeros(
+    margin: float, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decision = decided("hot", runner_up="b", margin=margin, figures={"wait_s": margin})
+    assert text in shown(monkeypatch, decision).split()
+    fleet_commands._print_decision(decision)
+    lines = capsys.readouterr().out.splitlines()
+    assert f"compared wait_s {text}" in lines
+    assert f"runner-up b, margin {text}" in lines
+
+
 def test_times_of_decisions_are_local(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "XXX-5:30")
     time.tzset()
