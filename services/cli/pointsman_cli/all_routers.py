@@ -133,7 +133,7 @@ def owners_status(router: str, status: fleet_pb2.InstanceStatus) -> fleet_pb2.In
 
 def newest_decisions(router: str, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:
     """Return the newest decisions of all routers that match `request`, at most `request.page_size`."""
-    answers = _ask_all(reachable_routers(router), lambda fleet: fleet.ListDecisions, request)
+    answers = _ask_all(reachable_routers(router), _pages_of_decisions, request)
     listed = [answer.decisions for answer in answers.values()]
     newest = heapq.merge(*listed, key=lambda decision: decision.time.ToNanoseconds(), reverse=True)
     return fleet_pb2.ListDecisionsResponse(decisions=itertools.islice(newest, request.page_size))
@@ -167,7 +167,7 @@ def what_if_newest(router: str, request: fleet_pb2.WhatIfRequest, timeout_s: flo
     """Make the newest `request.last` decisions of all routers again, each at the router that has it, and return the sums."""
     routers = reachable_routers(router)
     page = fleet_pb2.ListDecisionsRequest(page_size=request.last)
-    listed = _ask_all(routers, lambda fleet: fleet.ListDecisions, page)
+    listed = _ask_all(routers, _pages_of_decisions, page)
     made = (
         (decision.time.ToNanoseconds(), router_id)
         for router_id, answer in listed.items()
@@ -206,6 +206,23 @@ def _maker(decision_id: str) -> str:
     """Return the id of the router that made a decision. A decision id is ROUTER-NUMBER; "" for any other id."""
     found = re.fullmatch(r"(.+)-\d+", decision_id)
     return found[1] if found else ""
+
+
+def _pages_of_decisions(fleet: fleet_pb2_grpc.FleetServiceStub) -> Callable[..., fleet_pb2.ListDecisionsResponse]:
+    """Return ListDecisions with as many pages as `page_size` decisions take: a page may end before, for its size in bytes."""
+
+    def listed(request: fleet_pb2.ListDecisionsRequest, **how: Any) -> fleet_pb2.ListDecisionsResponse:
+        answer = fleet.ListDecisions(request, **how)
+        while answer.next_page_token and (left := request.page_size - len(answer.decisions)) > 0:
+            following = fleet_pb2.ListDecisionsRequest()
+            following.CopyFrom(request)
+            following.page_size, following.page_token = left, answer.next_page_token
+            page = fleet.ListDecisions(following, **how)
+            answer.decisions.extend(page.decisions)
+            answer.next_page_token = page.next_page_token
+        return answer
+
+    return listed
 
 
 def _list_instances(router: str, model: str) -> fleet_pb2.ListInstancesResponse:

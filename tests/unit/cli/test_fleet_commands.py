@@ -12,7 +12,7 @@ from google.protobuf import timestamp_pb2
 from typer.testing import CliRunner, Result
 
 from pointsman.router.v1 import fleet_pb2, placement_pb2
-from pointsman_cli import fleet_commands, router_call
+from pointsman_cli import all_routers, fleet_commands, router_call
 from pointsman_common.io.auth import bearer
 from tests.support.pages import serving
 
@@ -261,3 +261,23 @@ def test_what_answers_like_no_gateway_is_told_as_such(body: bytes, model: list[s
         done = dry_run("--prompt", prompt, "--gateway", url, *model)
     assert done.exit_code == 1
     assert "no gateway" in done.output or "no JSON object" in done.output
+
+
+def test_decisions_of_several_short_pages_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fleet:
+        def ListDecisions(self, asked: fleet_pb2.ListDecisionsRequest, **_: Any) -> fleet_pb2.ListDecisionsResponse:
+            assert asked.filter.tenant == "t"
+            number = int(asked.page_token or 9)
+            made = [
+                fleet_pb2.Decision(decision_id=f"r-{at}") for at in range(number, number - min(asked.page_size, 2), -1)
+            ]
+            return fleet_pb2.ListDecisionsResponse(decisions=made, next_page_token=str(number - len(made)))
+
+    routers = all_routers.Routers({"r": "router:1"}, {}, "r")
+    monkeypatch.setattr(all_routers, "reachable_routers", lambda _: routers)
+    monkeypatch.setattr(
+        all_routers, "ask", lambda _, method, asked, timeout_s: method(Fleet())(asked, timeout=timeout_s)
+    )
+    wanted = fleet_pb2.ListDecisionsRequest(filter=fleet_pb2.DecisionFilter(tenant="t"), page_size=5)
+    listed = all_routers.newest_decisions("router:1", wanted).decisions
+    assert [decision.decision_id for decision in listed] == ["r-9", "r-8", "r-7", "r-6", "r-5"]

@@ -120,6 +120,23 @@ async def test_a_page_of_instances_with_many_adapters_fits_into_a_message() -> N
     assert found == [f"i{number:03}" for number in range(200)]
 
 
+async def test_a_page_of_decisions_on_instances_with_many_adapters_fits_into_a_message() -> None:
+    fleet, log = state(), DecisionLog(200)
+    join(fleet, "a", 1, lora_names=tuple(f"adapter-{number:050}" for number in range(500)))
+    for number in range(200):
+        placed = place(fleet, request(f"r{number}", tokens=1))
+        assert isinstance(placed, ev.Placed)
+        log.decided(placed.decision, 0.0, 0.0)
+    found: list[str] = []
+    wanted = fleet_pb2.ListDecisionsRequest(page_size=1_000)
+    while not found or wanted.page_token:
+        page = await service(fleet, decisions=log).ListDecisions(wanted, None)
+        assert page.ByteSize() < MESSAGE_BYTES
+        found += [decision.request_id for decision in page.decisions]
+        wanted.page_token = page.next_page_token
+    assert found == [f"r{number}" for number in reversed(range(200))]
+
+
 async def test_a_page_of_pools_histories_fits_into_a_message() -> None:
     now = time.monotonic()
     begun = (now // POOL_STEP_S - POOL_BUCKETS) * POOL_STEP_S

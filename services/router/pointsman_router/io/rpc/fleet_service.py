@@ -43,8 +43,8 @@ from pointsman_router.io.rpc.errors import (
     too_many_orders_status,
 )
 from pointsman_router.io.rpc.history_lists import HistoryLists
-from pointsman_router.io.rpc.paged_lists import in_turns
-from pointsman_router.io.rpc.pages import MAX_PAGE, MAX_PAGE_BYTES
+from pointsman_router.io.rpc.paged_lists import in_turns, messages_of
+from pointsman_router.io.rpc.pages import MAX_PAGE
 from pointsman_router.io.rpc.replicas import replicas_to_wire
 from pointsman_router.io.telemetry.decision_log import DecisionFilter, LoggedDecision
 
@@ -89,16 +89,11 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
             for record in self._router.state.instances.records()
             if (not request.model or record.info.model == pool) and (after is None or record.info.instance_id > after)
         ]
-        listed: list[fleet_pb2.InstanceStatus] = []
-        entries = page_bytes = 0
-        async for record in in_turns(found[:size]):
-            if page_bytes >= MAX_PAGE_BYTES:
-                break
-            entries += 1
-            # In a pause instances may leave.
-            if self._router.state.instances.get(record.info.instance_id) is record:
-                listed.append(self._status(record))
-                page_bytes += listed[-1].ByteSize()
+        # In a pause instances may leave.
+        known = self._router.state.instances.get
+        listed, entries = await messages_of(
+            found[:size], lambda record: self._status(record) if known(record.info.instance_id) is record else None
+        )
         policy = self._router.state.policy.ref()
         return fleet_pb2.ListInstancesResponse(
             instances=listed,
@@ -180,9 +175,9 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
         """Return the newest decisions that match, newest first."""
         size, before = await self._page(request, int, context)
         found = await self._newest(_filter(request.filter), size + 1, before)
+        listed, entries = await messages_of(found[:size], self.without_candidates)
         return fleet_pb2.ListDecisionsResponse(
-            decisions=[self.without_candidates(logged) async for logged in in_turns(found[:size])],
-            next_page_token=self._next_page(found, size, attrgetter("number"), request),
+            decisions=listed, next_page_token=self._next_page(found, entries, attrgetter("number"), request)
         )
 
     async def WatchDecisions(  # noqa: N802
