@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pointsman_common.core.engine_identity import EngineIdentity
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_orders import InstanceOrder
+from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.placement_types import Decision, KvTransfer, Load, WrongKv
 from pointsman_router.core.prefill_curve import DEFAULT_CURVE
 from pointsman_router.core.priority import Priority
@@ -143,6 +144,20 @@ def test_a_pool_that_is_gone_leaves_no_series() -> None:
     assert [name for name, labels in read(telemetry) if ("model", "m") in labels]
     fleet.handle(ev.AgentGoodbye(1, "a"), 0.0)
     assert not [name for name, labels in read(telemetry) if ("model", "m") in labels]
+
+
+def test_requests_that_wait_for_a_pool_whose_last_instance_left_are_counted() -> None:
+    fleet = state(limits=SaturationLimits(1))
+    telemetry = with_state(fleet)
+    join(fleet, "a", 1)
+    for request_id in ("r", "waits"):
+        fleet.handle(ev.PlaceRequested(request(request_id, 100), "g"), 0.0)
+    for left in (False, True):
+        if left:
+            fleet.handle(ev.AgentGoodbye(1, "a"), 0.0)
+        assert at(read(telemetry), "held_requests", model="m", priority="STANDARD") == 1
+    fleet.handle(ev.Finished("waits", "CANCELLED"), 0.0)
+    assert not [labels for name, labels in read(telemetry) if name == "pointsman_router_held_requests"]
 
 
 def test_decisions_and_ends_are_counted() -> None:

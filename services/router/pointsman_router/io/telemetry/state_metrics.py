@@ -115,10 +115,13 @@ class StateCollector(Collector):
         )
         instances = GaugeMetricFamily(f"{NAME}instances", "Instances by state", labels=["model", "state"])
         counts = Counter((record.info.model, record.state) for record in state.instances.records())
-        for model in sorted({model for model, _ in counts}):
-            owned.add_metric([model], float(state.owned.owns(model)))
+        models, queue = {model for model, _ in counts}, state.held_requests.queue
+        # Requests also wait for a pool whose last instance has left.
+        for model in sorted(models.union(queue.pools())):
             for priority in Priority:
-                held.add_metric([model, priority], state.held_requests.queue.count(model, priority))
+                held.add_metric([model, priority], queue.count(model, priority))
+        for model in sorted(models):
+            owned.add_metric([model], float(state.owned.owns(model)))
             for health in InstanceState:
                 instances.add_metric([model, health], counts[model, health])
         yield from (owned, held, instances)
