@@ -10,9 +10,11 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pointsman_common.core.engine_identity import EngineIdentity
+from pointsman_common.io.metrics_page import PIECE, pieces
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_orders import InstanceOrder
 from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.load.reservations import Counters
 from pointsman_router.core.placement_types import Decision, KvTransfer, Load, WrongKv
 from pointsman_router.core.prefill_curve import DEFAULT_CURVE
 from pointsman_router.core.priority import Priority
@@ -80,6 +82,28 @@ def test_the_state_is_reported_as_it_is_when_asked() -> None:
     assert at(samples, "unknown_load_figures", instance="a") == 0
     assert at(samples, "prediction_audit_failures_total", instance="a") == 0
     assert (at(samples, "ready"), at(samples, "store_degraded")) == (1, 0)
+
+
+async def test_a_large_fleet_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = state()
+    for number in range(3 * PIECE):
+        join(fleet, f"i{number}", number)
+    read_now, counters = 0, fleet.reservations.counters
+
+    def counted(instance_id: str) -> Counters:
+        nonlocal read_now
+        read_now += 1
+        return counters(instance_id)
+
+    collector = StateCollector(fleet, lambda: True, clock=lambda: 0.0)
+    monkeypatch.setattr(fleet.reservations, "counters", counted)
+    at_once, series = [], 0
+    async for piece in pieces(collector.collect()):
+        at_once.append(read_now)
+        read_now = 0
+        series += len(piece.series) if piece.name == "pointsman_router_open_requests" else 0
+    assert series == 3 * PIECE
+    assert 0 < max(at_once) <= PIECE
 
 
 def test_the_engines_that_an_instance_refuses_are_counted_while_they_run() -> None:
