@@ -91,6 +91,11 @@ def redis_finding(url: str) -> Finding:
         )
     except redis.RedisError as error:
         return Finding(Finding.FAIL, check, redis_reason(error), "routers that use it place degraded")
+    except LookupError:
+        found = "answers, but does not tell how it evicts keys, as a Sentinel or a proxy"
+        return Finding(
+            Finding.FAIL, check, found, "give redis_url the address of a Redis, and redis_sentinels those of Sentinels"
+        )
     if policy != "noeviction":
         return Finding(Finding.WARN, check, f"{version}, maxmemory-policy {policy}", "set maxmemory-policy noeviction")
     return Finding(Finding.OK, check, f"{version}, {policy}")

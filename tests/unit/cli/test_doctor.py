@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import redis
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2
@@ -25,6 +26,7 @@ from pointsman_cli.doctor import (
 )
 from pointsman_cli.doctor_findings import EngineAccess, Finding
 from pointsman_cli.doctor_kv import Answer, answers, difference, pairs_of, transfers
+from pointsman_cli.doctor_redis import redis_finding
 from pointsman_cli.fleet_commands import _state_of
 from pointsman_router.core.placement_types import InstanceInfo
 from pointsman_router.io.convert import instance_and_load_messages
@@ -411,3 +413,14 @@ def test_kv_passes_between_versions_that_read_each_other(
     for each, version in ((one, "0.32.0"), (two, other)):
         each.kv_transfer.protocol, each.engine_version = protocol, version
     assert bool(list(pairs_of([one, two]))) is passes
+
+
+@pytest.mark.parametrize("sections", [{}, {"server": {"redis_version": "8.0", "redis_mode": "sentinel"}}])
+def test_a_sentinel_in_the_place_of_a_redis_is_told_as_such(
+    sections: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A Sentinel has no section on memory.
+    monkeypatch.setattr(redis.Redis, "info", lambda _, section: sections.get(section, {}))
+    finding = redis_finding("redis://sentinel:26379")
+    assert (finding.level, finding.check) == (Finding.FAIL, "Redis sentinel:26379")
+    assert "Sentinel" in finding.found
