@@ -67,7 +67,8 @@ def reachable_routers(router: str) -> Routers:
 
 def instances_of(router: str, model: str = "") -> tuple[fleet_pb2.ListInstancesResponse, list[str]]:
     """Return the instances as reported by the owners of their pools, and one message for each owner that does not answer. Only an
-    owner knows a pool's requests and sessions. Raises grpc.RpcError if `router` does not answer."""
+    owner knows a pool's requests and sessions, and it may know instances whose agents do not reach `router`. Raises grpc.RpcError
+    if `router` does not answer."""
     routers = routers_of(router)
     silent: list[str] = []
     answer = _list_instances(router, model)
@@ -83,10 +84,16 @@ def instances_of(router: str, model: str = "") -> tuple[fleet_pb2.ListInstancesR
             )
             continue
         answer.held_requests += of_owner.held_requests
-        known = {status.instance.instance_id: status for status in of_owner.instances}
+        known = {
+            status.instance.instance_id: status
+            for status in of_owner.instances
+            if routers.owners.get(status.instance.model) == owner
+        }
         for status in answer.instances:
-            if routers.owners.get(status.instance.model) == owner and status.instance.instance_id in known:
-                status.CopyFrom(known[status.instance.instance_id])
+            if (owners := known.pop(status.instance.instance_id, None)) is not None:
+                status.CopyFrom(owners)
+        answer.instances.extend(known.values())
+    answer.instances.sort(key=lambda status: status.instance.instance_id)
     return answer, silent
 
 

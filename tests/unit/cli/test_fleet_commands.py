@@ -281,3 +281,26 @@ def test_decisions_of_several_short_pages_are_listed(monkeypatch: pytest.MonkeyP
     wanted = fleet_pb2.ListDecisionsRequest(filter=fleet_pb2.DecisionFilter(tenant="t"), page_size=5)
     listed = all_routers.newest_decisions("router:1", wanted).decisions
     assert [decision.decision_id for decision in listed] == ["r-9", "r-8", "r-7", "r-6", "r-5"]
+
+
+def test_instances_that_only_their_pools_owner_knows_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fleet(*known: tuple[str, str, int]) -> fleet_pb2.ListInstancesResponse:
+        answer = fleet_pb2.ListInstancesResponse()
+        for name, model, requests in known:
+            status = answer.instances.add(num_requests=requests)
+            status.instance.instance_id, status.instance.model = name, model
+        return answer
+
+    # The agents of b and d do not reach the router that is asked, and that of x does not reach the owner of m.
+    answers = {
+        "asked:1": fleet(("a", "m", 0), ("c", "own", 1), ("x", "m", 0)),
+        "owner:1": fleet(("a", "m", 5), ("b", "m", 7), ("d", "own", 9)),
+    }
+    routers = all_routers.Routers({"r1": "asked:1", "r2": "owner:1"}, {"m": "r2", "own": "r1"}, "r1")
+    monkeypatch.setattr(all_routers, "routers_of", lambda _: routers)
+    monkeypatch.setattr(all_routers, "_list_instances", lambda router, _: answers[router])
+    listed = [
+        (status.instance.instance_id, status.num_requests)
+        for status in all_routers.instances_of("asked:1")[0].instances
+    ]
+    assert listed == [("a", 5), ("b", 7), ("c", 1), ("x", 0)]
