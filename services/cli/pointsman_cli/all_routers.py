@@ -97,15 +97,15 @@ def instances_of(router: str, model: str = "") -> tuple[fleet_pb2.ListInstancesR
     return answer, silent
 
 
-def pool_policies(router: str, model: str = "") -> dict[str, fleet_pb2.PoolPolicy]:
-    """Return the policy that decides for each pool, or for that of `model`, as the pools' owners report it, by pool. Ends the
-    program if `router` does not answer; pools of other routers that do not answer are left out."""
+def pool_policies(router: str) -> dict[str, fleet_pb2.PoolPolicy]:
+    """Return the policy that decides for each pool, as the pools' owners report it, by pool. Ends the program if `router` does
+    not answer; pools of other routers that do not answer are left out."""
     routers = reachable_routers(router)
     answers = _ask_all(
         routers, lambda fleet: fleet.ListReplicas, fleet_pb2.ListReplicasRequest(), "the policies of its pools"
     )
     pools = {pool.model: pool.policy for part in answers.values() for pool in part.pools if pool.HasField("policy")}
-    return {name: pools[name] for name in sorted(pools) if model in ("", name)}
+    return dict(sorted(pools.items()))
 
 
 def at_owner(router: str, status: fleet_pb2.InstanceStatus) -> fleet_pb2.InstanceStatus:

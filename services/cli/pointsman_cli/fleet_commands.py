@@ -136,8 +136,11 @@ def instances(
         + (f"  {answer.held_requests} requests held" if answer.held_requests else "")
     )
     if answer.policy.name == Auto.name:
-        for pool, taken in pool_policies(router, model).items():
-            console.print(f"{pool}: {_taken(taken)}", highlight=False)
+        # The model may be given by another name than its pool's.
+        listed = {status.instance.model for status in answer.instances}
+        for pool, taken in pool_policies(router).items():
+            if not model or pool in listed:
+                console.print(f"{pool}: {_taken(taken)}", highlight=False)
 
 
 def _reported(report: agent_pb2.Load | fleet_pb2.Candidate) -> tuple[str, str, str]:

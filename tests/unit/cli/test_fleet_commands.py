@@ -304,3 +304,25 @@ def test_instances_that_only_their_pools_owner_knows_are_listed(monkeypatch: pyt
         for status in all_routers.instances_of("asked:1")[0].instances
     ]
     assert listed == [("a", 5), ("b", 7), ("c", 1), ("x", 0)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"), [([], ["m", "other"]), (["--model", "alias"], ["m"]), (["--model", "m"], ["m"])]
+)
+def test_the_policy_of_a_pool_is_told_by_any_name_of_its_model(
+    flags: list[str], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = fleet_pb2.ListInstancesResponse(policy=fleet_pb2.Policy(name="auto"))
+    for model in ("m", "other")[: len(told)]:
+        answer.instances.add().instance.model = model
+    policies = {name: fleet_pb2.PoolPolicy(name="unified") for name in ("m", "other")}
+    pools = [fleet_pb2.PoolStatus(model=name, policy=policy) for name, policy in policies.items()]
+    replicas = fleet_pb2.ListReplicasResponse(pools=pools)
+    monkeypatch.setattr(fleet_commands, "instances_of", lambda *_: (answer, []))
+    monkeypatch.setattr(fleet_commands, "orders_of", lambda _: [])
+    monkeypatch.setattr(all_routers, "reachable_routers", lambda _: all_routers.Routers({"r": "r:1"}, {}, "r"))
+    monkeypatch.setattr(all_routers, "ask", lambda *_: replicas)
+    app = typer.Typer()
+    fleet_commands.add_fleet_commands(app)
+    done = CliRunner().invoke(app, ["instances", *flags], catch_exceptions=False)
+    assert [line.partition(":")[0] for line in done.output.splitlines() if ": unified" in line] == told
