@@ -101,6 +101,19 @@ async def test_pages_of_decisions_go_on_where_the_one_before_ended() -> None:
     assert pages == [["r9", "r8", "r7", "r6"], ["r5", "r4", "r3", "r2"], ["r1", "r0"]]
 
 
+@pytest.mark.parametrize(("name", "found"), [("", 1), ("m", 1), ("alias", 1), ("other", 0)])
+async def test_decisions_and_sessions_are_found_by_any_name_of_their_model(name: str, found: int) -> None:
+    fleet, log = state(), DecisionLog(10)
+    join(fleet, "a", 1)
+    placed = place(fleet, request("r", tokens=1, session_id="s", model="alias"), time.monotonic())
+    assert isinstance(placed, ev.Placed)
+    log.decided(placed.decision, 0.0, 0.0)
+    asked, wanted = service(fleet, decisions=log), fleet_pb2.DecisionFilter(model=name)
+    decisions = (await asked.ListDecisions(fleet_pb2.ListDecisionsRequest(filter=wanted), None)).decisions
+    sessions = (await asked.ListSessions(fleet_pb2.ListSessionsRequest(model=name), None)).sessions
+    assert (len(decisions), len(sessions)) == (found, found)
+
+
 # What a client of gRPC takes by default, bytes.
 MESSAGE_BYTES = 4 << 20
 

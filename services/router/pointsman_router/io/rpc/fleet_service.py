@@ -174,7 +174,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.ListDecisionsResponse:
         """Return the newest decisions that match, newest first."""
         size, before = await self._page(request, int, context)
-        found = await self._newest(_filter(request.filter), size + 1, before)
+        found = await self._newest(self._filter(request.filter), size + 1, before)
         listed, entries = await messages_of(found[:size], self.without_candidates)
         return fleet_pb2.ListDecisionsResponse(
             decisions=listed, next_page_token=self._next_page(found, entries, attrgetter("number"), request)
@@ -184,7 +184,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
         self, request: fleet_pb2.WatchDecisionsRequest, context: Any
     ) -> AsyncIterator[fleet_pb2.WatchDecisionsResponse]:
         """Stream matching decisions when they are made, noted or ended."""
-        wanted = replace(_filter(request.filter), since_unix_s=0.0, until_unix_s=math.inf)
+        wanted = replace(self._filter(request.filter), since_unix_s=0.0, until_unix_s=math.inf)
         watch = self._router.decisions.watch(wanted.matches)
         try:
             # Without this, metadata is sent with the first decision, and a client cannot know when the watch has begun.
@@ -245,7 +245,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
         """Return statistics of how the newest decisions that match ended."""
         if request.last > MAX_SUMMARIZED:
             await abort(context, field_status("last", f"at most {MAX_SUMMARIZED}"))
-        found = await self._newest(_filter(request.filter), request.last or DEFAULT_SUMMARIZED)
+        found = await self._newest(self._filter(request.filter), request.last or DEFAULT_SUMMARIZED)
         outcomes = OutcomeStats()
         async for logged in in_turns(found):
             outcomes.add(logged.decision, logged.outcome, logged.finished)
@@ -261,7 +261,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.ListSessionsResponse:
         """Return the most recently used sessions that match, with their owners."""
         size, after = await self._page(request, SessionPosition, context)
-        affinity, now = self._router.state.affinity, time.monotonic()
+        affinity, now, pool = self._router.state.affinity, time.monotonic(), self._pool(request.model)
         answer = fleet_pb2.ListSessionsResponse(
             total=len(affinity), time_to_live=duration(affinity.ttl_s), ended=affinity.ended_count
         )
@@ -273,7 +273,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
             if after is not None and not after.precedes(here):
                 continue
             if (
-                request.model in ("", model)
+                pool in ("", model)
                 and request.instance_id in ("", owner)
                 and (not request.text or request.text in _shown(session))
             ):
@@ -350,6 +350,22 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
             await abort(context, not_found_status("decision", decision_id, message))
         return logged
 
+    def _filter(self, wire: fleet_pb2.DecisionFilter) -> DecisionFilter:
+        now = time.time()
+        return DecisionFilter(
+            session_id=wire.session_id,
+            instance_id=wire.instance_id,
+            route_class=word(fleet_pb2.RouteClass, wire.route_class),
+            reason=wire.reason,
+            request_id=wire.request_id,
+            outcome=word(fleet_pb2.DecisionOutcome, wire.outcome),
+            tenant=wire.tenant,
+            # Any name of the model, as in ListInstances.
+            model=self._pool(wire.model),
+            since_unix_s=now - wire.since.ToNanoseconds() / 1e9 if wire.HasField("since") else 0.0,
+            until_unix_s=now - wire.until.ToNanoseconds() / 1e9 if wire.HasField("until") else math.inf,
+        )
+
     async def _newest(self, wanted: DecisionFilter, most: int, before: int | None = None) -> list[LoggedDecision]:
         """Return the newest decisions that match, `most` at most, newest first; with `before`, those with a smaller `number`."""
         found: list[LoggedDecision] = []
@@ -369,19 +385,3 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
 
 def _shown(session: str) -> str:
     return "/".join(tenant_and_id(session))
-
-
-def _filter(wire: fleet_pb2.DecisionFilter) -> DecisionFilter:
-    now = time.time()
-    return DecisionFilter(
-        session_id=wire.session_id,
-        instance_id=wire.instance_id,
-        route_class=word(fleet_pb2.RouteClass, wire.route_class),
-        reason=wire.reason,
-        request_id=wire.request_id,
-        outcome=word(fleet_pb2.DecisionOutcome, wire.outcome),
-        tenant=wire.tenant,
-        model=wire.model,
-        since_unix_s=now - wire.since.ToNanoseconds() / 1e9 if wire.HasField("since") else 0.0,
-        until_unix_s=now - wire.until.ToNanoseconds() / 1e9 if wire.HasField("until") else math.inf,
-    )
