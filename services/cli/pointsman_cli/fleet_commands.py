@@ -452,14 +452,19 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
         console.print(f"runner-up {decision.runner_up}, margin {_score(decision.margin)}")
     if decision.HasField("finished"):
         done = decision.finished
-        said = f"{done.cached_tokens:,}" if done.HasField("cached_tokens") else "nothing"
         own = f", {done.own_cached_tokens:,} of them by its own steps" if done.own_cached_tokens else ""
+        said = (
+            f"{done.cached_tokens:,} cached{own}" if done.HasField("cached_tokens") else "nothing about cached tokens"
+        )
         first = f"{done.timings.first_token_ms:,.1f} ms" if done.timings.first_token_ms else "-"
         if _ended_untimed(decision):
             first += f" ({UNTIMED})"
         console.print(
-            f"the engine said: {said} cached{own}; TTFT {first}, "
-            f"done after {done.timings.done_ms:,.1f} ms, HTTP {done.http_status}{_ended_by(done)}"
+            f"the engine said: {said}; TTFT {first}"
+            # A gateway that was lost tells neither.
+            + (f", done after {done.timings.done_ms:,.1f} ms" if done.timings.done_ms else "")
+            + (f", HTTP {done.http_status}" if done.http_status else "")
+            + _ended_by(done)
         )
 
 

@@ -131,6 +131,20 @@ def test_explain_says_what_an_engine_does_not_report(capsys: pytest.CaptureFixtu
     assert "25%" in next(row for row in rows if row[:1] == ["b"])
 
 
+def test_explain_tells_what_is_unknown_of_an_end_from_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    unknown, none = decided("hot", ("a", "hot")), decided("hot", ("a", "hot"))
+    unknown.finished.SetInParent()
+    none.finished.cached_tokens, none.finished.http_status, none.finished.timings.done_ms = 0, 200, 9.0
+    said = []
+    for decision in (unknown, none):
+        fleet_commands._print_decision(decision)
+        said.append(capsys.readouterr().out.splitlines()[-1])
+    assert said == [
+        "the engine said: nothing about cached tokens; TTFT -",
+        "the engine said: 0 cached; TTFT -, done after 9.0 ms, HTTP 200",
+    ]
+
+
 def test_explain_says_why_a_plan_has_its_form_and_how_its_instance_was_found(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
