@@ -46,7 +46,7 @@ from pointsman_cli.instance_commands import (
     weight_words,
 )
 from pointsman_cli.policy_commands import set_policy, verify, what_if
-from pointsman_cli.router_call import DEFAULT_ROUTER, UNUSABLE, fail, no_answer, seconds_of, url_of
+from pointsman_cli.router_call import DEFAULT_ROUTER, UNUSABLE, fail, key_of, no_answer, seconds_of, url_of
 from pointsman_common.core.enum_words import values, word
 from pointsman_common.core.printable import printable
 from pointsman_common.io.direct_http import open_directly
@@ -365,7 +365,8 @@ def doctor(
         redis = RedisUrls.of(redis_url, redis_sentinels, redis_master)
     except ValueError as error:
         fail(f"--redis-url, --redis-sentinels: {error}")
-    findings = examine(router, gateway, redis, list(map(url_of, agent or [])), EngineAccess(engine_api_key, tls))
+    access = EngineAccess(key_of("--engine-api-key", engine_api_key), tls)
+    findings = examine(router, gateway, redis, list(map(url_of, agent or [])), access)
     table = _table("", "check", "finding", "what to do")
     marks = {"ok": Text("ok", "green"), "warn": Text("warn", "yellow"), "fail": Text("FAIL", "red")}
     for finding in findings:
@@ -516,10 +517,7 @@ def _dry_run(gateway: str, prompt: Path, model: str, session: str) -> fleet_pb2.
 
 def _http(url: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> Any:
     request = urllib.request.Request(url, data=body, headers=headers or {})
-    # A variable made of a file often ends with a line feed, and the error of a header that has one would show the key.
-    if key := os.environ.get(API_KEY, "").strip():
-        if not (key.isascii() and key.isprintable()):
-            fail(f"{API_KEY}: a key has printable ASCII only", UNUSABLE)
+    if key := key_of(API_KEY, os.environ.get(API_KEY, "")):
         request.add_header("Authorization", f"Bearer {key}")
     try:
         with open_directly(request, TIMEOUT_S) as answer:

@@ -103,6 +103,15 @@ def url_of(text: str) -> str:
     return url
 
 
+def key_of(name: str, text: str) -> str:
+    """Return a key for a header from the text of the variable or flag `name`; a text made of a file often ends with a line feed.
+    Ends the program with status 2 if no header can have it: the error of one that has it would show the key."""
+    key = text.strip()
+    if not (key.isascii() and key.isprintable()):
+        fail(f"{name}: a key has printable ASCII only", UNUSABLE)
+    return key
+
+
 def seconds_of(given: float | None) -> float | None:
     """Return the seconds that a flag gives, at most what a message can have: 10,000 years. Raises BadParameter for a negative
     number and for NaN, which typer's bounds let through."""

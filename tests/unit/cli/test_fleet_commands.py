@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_cli import all_routers, fleet_commands, router_call
+from pointsman_cli.doctor_findings import EngineAccess, Finding
 from pointsman_common.io.auth import bearer
 from tests.support.pages import serving
 
@@ -340,3 +341,21 @@ def test_the_policy_of_a_pool_is_told_by_any_name_of_its_model(
     fleet_commands.add_fleet_commands(app)
     done = CliRunner().invoke(app, ["instances", *flags], catch_exceptions=False)
     assert [line.partition(":")[0] for line in done.output.splitlines() if ": unified" in line] == told
+
+
+def test_doctor_sends_no_key_that_a_header_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[EngineAccess] = []
+
+    def examine(*given: Any) -> list[Finding]:
+        asked.append(given[-1])
+        return []
+
+    monkeypatch.setattr(fleet_commands, "examine", examine)
+    app = typer.Typer()
+    fleet_commands.add_fleet_commands(app)
+    monkeypatch.setenv("POINTSMAN_GATEWAY_ENGINE_API_KEY", "secret\n")
+    assert CliRunner().invoke(app, ["doctor"]).exit_code == 0
+    assert [access.api_key for access in asked] == ["secret"]
+    monkeypatch.setenv("POINTSMAN_GATEWAY_ENGINE_API_KEY", "sec\nret")
+    done = CliRunner().invoke(app, ["doctor"])
+    assert (done.exit_code, "ret" in done.output, len(asked)) == (2, False, 1)
