@@ -26,7 +26,7 @@ from pointsman_cli.doctor import (
 )
 from pointsman_cli.doctor_findings import EngineAccess, Finding
 from pointsman_cli.doctor_kv import Answer, answers, difference, pairs_of, transfers
-from pointsman_cli.doctor_redis import redis_finding
+from pointsman_cli.doctor_redis import RedisUrls, redis_finding, redis_findings
 from pointsman_cli.fleet_commands import _state_of
 from pointsman_router.core.placement_types import InstanceInfo
 from pointsman_router.io.convert import instance_and_load_messages
@@ -424,3 +424,14 @@ def test_a_sentinel_in_the_place_of_a_redis_is_told_as_such(
     finding = redis_finding("redis://sentinel:26379")
     assert (finding.level, finding.check) == (Finding.FAIL, "Redis sentinel:26379")
     assert "Sentinel" in finding.found
+
+
+def test_a_parameter_of_a_redis_url_that_is_none_is_told() -> None:
+    urls = RedisUrls.of("redis://:secret@127.0.0.1:1?db=x", "redis://:secret@127.0.0.1:1?db=x", "m")
+    assert urls is not None
+    sentinel, none = redis_findings(urls)
+    finding = redis_finding(urls.servers[0])
+    assert (sentinel.level, none.level, finding.level) == (Finding.WARN, Finding.FAIL, Finding.FAIL)
+    assert "'db'" in sentinel.found
+    assert "'db'" in finding.found
+    assert "secret" not in f"{sentinel}{none}{finding}"
