@@ -117,7 +117,8 @@ def instances(
             str(status.num_requests),
             f"{status.pending_prefill_tokens:,}",
             f"{status.ongoing_decode_tokens:,}",
-            *_reported(load),
+            # Before its first report nothing is known.
+            *(_reported(load) if status.HasField("load") else ("-", "-", "-")),
             f"~{status.approximate_keys:,}"
             if status.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE
             else f"{status.keys:,}",

@@ -359,3 +359,18 @@ def test_doctor_sends_no_key_that_a_header_cannot_have(monkeypatch: pytest.Monke
     monkeypatch.setenv("POINTSMAN_GATEWAY_ENGINE_API_KEY", "sec\nret")
     done = CliRunner().invoke(app, ["doctor"])
     assert (done.exit_code, "ret" in done.output, len(asked)) == (2, False, 1)
+
+
+def test_an_instance_without_a_report_has_no_load_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = fleet_pb2.ListInstancesResponse()
+    for name in ("new", "idle"):
+        answer.instances.add(state=fleet_pb2.INSTANCE_STATE_READY).instance.instance_id = name
+    answer.instances[1].load.healthy = True
+    monkeypatch.setattr(fleet_commands, "instances_of", lambda *_: (answer, []))
+    monkeypatch.setattr(fleet_commands, "orders_of", lambda _: [])
+    app = typer.Typer()
+    fleet_commands.add_fleet_commands(app)
+    done = CliRunner().invoke(app, ["instances"], catch_exceptions=False)
+    rows = [line.split() for line in done.output.splitlines()]
+    assert rows[1][5:8] == ["-", "-", "-"]
+    assert rows[2][5:8] == ["0", "0", "0%"]
