@@ -530,8 +530,8 @@ def _http(url: str, body: bytes | None = None, headers: dict[str, str] | None = 
 
 
 def _add_row(table: Table, *cells: str | Text) -> None:
-    """Add a row whose texts are shown as they are, without the characters that a terminal obeys."""
-    table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells))
+    """Add a row whose texts are shown as they are, in one line, without the characters that a terminal obeys."""
+    table.add_row(*(Text(printable(cell.replace("\n", " "))) if isinstance(cell, str) else cell for cell in cells))
 
 
 def _print_rows(table: Table) -> None:

@@ -374,3 +374,12 @@ def test_an_instance_without_a_report_has_no_load_of_zero(monkeypatch: pytest.Mo
     rows = [line.split() for line in done.output.splitlines()]
     assert rows[1][5:8] == ["-", "-", "-"]
     assert rows[2][5:8] == ["0", "0", "0%"]
+
+
+def test_what_terminals_obey_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Finding(Finding.WARN, "a engine", "answers 500: \x1b[2J\x1b]0;owned\x07 [red]busy\nnow")
+    monkeypatch.setattr(fleet_commands, "examine", lambda *_: [found])
+    app = typer.Typer()
+    fleet_commands.add_fleet_commands(app)
+    done = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
+    assert "answers 500: \ufffd[2J\ufffd]0;owned\ufffd [red]busy now" in done.output
