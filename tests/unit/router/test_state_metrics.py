@@ -207,6 +207,18 @@ def test_decisions_and_ends_are_counted() -> None:
     )
 
 
+def test_tokens_that_earlier_parts_of_a_prompt_computed_are_no_hits() -> None:
+    fleet = state()
+    telemetry = with_state(fleet)
+    join(fleet, "a", 1)
+    last = replace(decided(fleet, "r"), previous_id="r-0")
+    # Gateways of earlier versions do not tell which of the cached tokens the slices before have computed.
+    telemetry.closed(last, finished(cached_tokens=5_000))
+    assert at(read(telemetry), "reported_cached_tokens_total") == 0
+    telemetry.closed(last, finished(cached_tokens=5_000, own_cached_tokens=4_000))
+    assert at(read(telemetry), "reported_cached_tokens_total") == 1_000
+
+
 def test_offloads_are_counted_apart_and_so_are_those_that_one_instance_answered_in_the_end() -> None:
     fleet = state("elastic")
     telemetry = with_state(fleet)
