@@ -129,6 +129,21 @@ async def test_errors_are_grpcs_own(method: str, body: str | bytes, status: int,
             assert "Content-Security-Policy" in answer.headers
 
 
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({"Content-Type": "application/json; charset=nonsense"}, 400, "INVALID_ARGUMENT"),
+        ({"Content-Type": "application/json", "Host": "[::1"}, 403, "PERMISSION_DENIED"),
+    ],
+)
+async def test_headers_that_cannot_be_read_are_refused(headers: dict[str, str], status: int, code: str) -> None:
+    async with (
+        console() as (_, _, browser),
+        browser.http.post(f"{browser.address}/api/ListInstances", data=b"{}", headers=headers) as answer,
+    ):
+        assert (answer.status, (await answer.json())["code"]) == (status, code)
+
+
 async def test_the_answers_are_the_messages_of_fleet_service() -> None:
     async with console() as (_, client, browser):
         for name in ("a", "b"):

@@ -41,6 +41,21 @@ async def test_every_view_is_readable_and_asks_nobody_else(scheme: str) -> None:
         assert shown.wrongs == []
 
 
+async def test_figures_are_shown_as_large_as_they_are() -> None:
+    shown_as = {
+        0.5: "0.5",
+        100.5: "100.5",
+        12_345.678: "12345.7",
+        99_999.99: "100,000",
+        2.0**-33: "1.164e-10",
+        1e-10: "1e-10",
+    }
+    async with browser(instances=1) as shown:
+        await shown.open("fleet")
+        shown_figures = "(values) => import('/format.js').then(({ figure }) => values.map(figure))"
+        assert await shown.page.evaluate(shown_figures, list(shown_as)) == list(shown_as.values())
+
+
 # Elements that are wider than their container: tables, and the page itself.
 OVERFLOW = """() => [...document.querySelectorAll(".scroll, html")].filter((one) => one.scrollWidth > one.clientWidth)
     .map((one) => `${one.getAttribute("aria-label") ?? "the page"}: ${one.scrollWidth} in ${one.clientWidth} px`)"""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def serving(page: Callable[[str], tuple[int, bytes]]) -> Iterator[str]:
-    """Run a server on a free port of 127.0.0.1; yield its base URL. `page` returns status and body of GET by the path."""
+    """Run a server on a free port of 127.0.0.1; yield its base URL. `page` returns status and body by the path."""
 
     class Pages(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -18,6 +18,10 @@ def serving(page: Callable[[str], tuple[int, bytes]]) -> Iterator[str]:
             self.send_response(status)
             self.end_headers()
             self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
 
         def log_message(self, *_: object) -> None:
             pass

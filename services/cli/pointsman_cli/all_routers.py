@@ -67,7 +67,8 @@ def reachable_routers(router: str) -> Routers:
 
 def instances_of(router: str, model: str = "") -> tuple[fleet_pb2.ListInstancesResponse, list[str]]:
     """Return the instances as reported by the owners of their pools, and one message for each owner that does not answer. Only an
-    owner knows a pool's requests and sessions. Raises grpc.RpcError if `router` does not answer."""
+    owner knows a pool's requests and sessions, and it may know instances whose agents do not reach `router`. Raises grpc.RpcError
+    if `router` does not answer."""
     routers = routers_of(router)
     silent: list[str] = []
     answer = _list_instances(router, model)
@@ -83,22 +84,28 @@ def instances_of(router: str, model: str = "") -> tuple[fleet_pb2.ListInstancesR
             )
             continue
         answer.held_requests += of_owner.held_requests
-        known = {status.instance.instance_id: status for status in of_owner.instances}
+        known = {
+            status.instance.instance_id: status
+            for status in of_owner.instances
+            if routers.owners.get(status.instance.model) == owner
+        }
         for status in answer.instances:
-            if routers.owners.get(status.instance.model) == owner and status.instance.instance_id in known:
-                status.CopyFrom(known[status.instance.instance_id])
+            if (owners := known.pop(status.instance.instance_id, None)) is not None:
+                status.CopyFrom(owners)
+        answer.instances.extend(known.values())
+    answer.instances.sort(key=lambda status: status.instance.instance_id)
     return answer, silent
 
 
-def pool_policies(router: str, model: str = "") -> dict[str, fleet_pb2.PoolPolicy]:
-    """Return the policy that decides for each pool, or for that of `model`, as the pools' owners report it, by pool. Ends the
-    program if `router` does not answer; pools of other routers that do not answer are left out."""
+def pool_policies(router: str) -> dict[str, fleet_pb2.PoolPolicy]:
+    """Return the policy that decides for each pool, as the pools' owners report it, by pool. Ends the program if `router` does
+    not answer; pools of other routers that do not answer are left out."""
     routers = reachable_routers(router)
     answers = _ask_all(
         routers, lambda fleet: fleet.ListReplicas, fleet_pb2.ListReplicasRequest(), "the policies of its pools"
     )
     pools = {pool.model: pool.policy for part in answers.values() for pool in part.pools if pool.HasField("policy")}
-    return {name: pools[name] for name in sorted(pools) if model in ("", name)}
+    return dict(sorted(pools.items()))
 
 
 def at_owner(router: str, status: fleet_pb2.InstanceStatus) -> fleet_pb2.InstanceStatus:
@@ -133,7 +140,7 @@ def owners_status(router: str, status: fleet_pb2.InstanceStatus) -> fleet_pb2.In
 
 def newest_decisions(router: str, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:
     """Return the newest decisions of all routers that match `request`, at most `request.page_size`."""
-    answers = _ask_all(reachable_routers(router), lambda fleet: fleet.ListDecisions, request)
+    answers = _ask_all(reachable_routers(router), _pages_of_decisions, request)
     listed = [answer.decisions for answer in answers.values()]
     newest = heapq.merge(*listed, key=lambda decision: decision.time.ToNanoseconds(), reverse=True)
     return fleet_pb2.ListDecisionsResponse(decisions=itertools.islice(newest, request.page_size))
@@ -167,7 +174,7 @@ def what_if_newest(router: str, request: fleet_pb2.WhatIfRequest, timeout_s: flo
     """Make the newest `request.last` decisions of all routers again, each at the router that has it, and return the sums."""
     routers = reachable_routers(router)
     page = fleet_pb2.ListDecisionsRequest(page_size=request.last)
-    listed = _ask_all(routers, lambda fleet: fleet.ListDecisions, page)
+    listed = _ask_all(routers, _pages_of_decisions, page)
     made = (
         (decision.time.ToNanoseconds(), router_id)
         for router_id, answer in listed.items()
@@ -206,6 +213,23 @@ def _maker(decision_id: str) -> str:
     """Return the id of the router that made a decision. A decision id is ROUTER-NUMBER; "" for any other id."""
     found = re.fullmatch(r"(.+)-\d+", decision_id)
     return found[1] if found else ""
+
+
+def _pages_of_decisions(fleet: fleet_pb2_grpc.FleetServiceStub) -> Callable[..., fleet_pb2.ListDecisionsResponse]:
+    """Return ListDecisions with as many pages as `page_size` decisions take: a page may end before, for its size in bytes."""
+
+    def listed(request: fleet_pb2.ListDecisionsRequest, **how: Any) -> fleet_pb2.ListDecisionsResponse:
+        answer = fleet.ListDecisions(request, **how)
+        while answer.next_page_token and (left := request.page_size - len(answer.decisions)) > 0:
+            following = fleet_pb2.ListDecisionsRequest()
+            following.CopyFrom(request)
+            following.page_size, following.page_token = left, answer.next_page_token
+            page = fleet.ListDecisions(following, **how)
+            answer.decisions.extend(page.decisions)
+            answer.next_page_token = page.next_page_token
+        return answer
+
+    return listed
 
 
 def _list_instances(router: str, model: str) -> fleet_pb2.ListInstancesResponse:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import ssl
 import time
 import urllib.error
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -15,7 +16,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2
 from pointsman_cli.all_routers import instances_of
-from pointsman_cli.doctor_findings import TIMEOUT_S, EngineAccess, Finding, clock, complete, reason_of_request
+from pointsman_cli.doctor_findings import (
+    ASKED_AT_ONCE,
+    TIMEOUT_S,
+    EngineAccess,
+    Finding,
+    UnreadableAnswer,
+    clock,
+    complete,
+    json_object,
+    reason_of_request,
+)
 from pointsman_cli.doctor_gateways import known_gateways, named_gateway
 from pointsman_cli.doctor_kv import answers, transfers
 from pointsman_cli.doctor_redis import RedisUrls, redis_findings
@@ -196,8 +207,9 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> I
         yield from answers(
             [status.instance for status in statuses if status.state == fleet_pb2.INSTANCE_STATE_READY], access
         )
-    for status in instances:
-        yield from _instance(status, access)
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
+        for findings in threads.map(lambda status: list(_instance(status, access)), instances):
+            yield from findings
 
 
 def placeability(model: str, pool: Sequence[fleet_pb2.InstanceStatus]) -> Iterator[Finding]:
@@ -404,6 +416,9 @@ def _engine(instance: agent_pb2.Instance, access: EngineAccess) -> Iterator[Find
         advice = "give its API key: --engine-api-key" if error.code in (401, 403) else "see the engine's log"
         yield Finding(Finding.WARN, name, f"answers {error.code}", advice)
         return
+    except UnreadableAnswer as error:
+        yield Finding(Finding.WARN, name, str(error), "check its address: is it an engine that answers there?")
+        return
     except OSError as error:
         if isinstance(getattr(error, "reason", None), ssl.SSLCertVerificationError):
             advice = "name the authority that signed it: --engine-ca here, engine_ca for agents and gateways"
@@ -416,7 +431,8 @@ def _engine(instance: agent_pb2.Instance, access: EngineAccess) -> Iterator[Find
             "run `pointsman doctor` on a node of a gateway",
         )
         return
-    if (answer.get("usage") or {}).get("prompt_tokens_details") is None:
+    usage = answer.get("usage")
+    if not isinstance(usage, dict) or usage.get("prompt_tokens_details") is None:
         yield Finding(
             Finding.WARN,
             name,
@@ -432,10 +448,20 @@ def _agent(agent: str) -> Iterator[Finding]:
     name = f"agent {agent}"
     try:
         with open_directly(f"{agent}/health", TIMEOUT_S) as answer:
-            engines = json.load(answer)["engines"]
+            findings = list(_engines_of(name, json_object(answer)["engines"]))
     except OSError as error:
         yield Finding(Finding.FAIL, name, reason_of_request(error), "check that it runs, with metrics_listen")
-        return
+    except (LookupError, TypeError, AttributeError):
+        # A gateway or a router, for example, whose /health is JSON, too.
+        found, advice = "what answers there is no agent", "give the address of the agent's metrics_listen"
+        yield Finding(Finding.FAIL, name, found, advice)
+    else:
+        yield from findings
+
+
+def _engines_of(name: str, engines: list[dict[str, Any]]) -> Iterator[Finding]:
+    """Yield what the agent `name` says of its engines in its /health. Raises LookupError, TypeError or AttributeError if that is
+    not an agent's."""
     for engine in engines:
         what = f"{name}: {engine['engine']}"
         for instance in engine.get("instances", ()):

@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.client import HTTPException, HTTPResponse
 from typing import Any, ClassVar
 
 from pointsman.agent.v1 import agent_pb2
@@ -17,8 +18,15 @@ from pointsman_common.io.direct_http import open_directly
 
 # Timeout of a call or an HTTP request, s.
 TIMEOUT_S = 10.0
+# Maximum number of engines, or gateways, that are asked at the same time. From a machine that reaches none of a thousand engines
+# each takes TIMEOUT_S.
+ASKED_AT_ONCE = 64
 # Difference of clocks above which it is a finding, s.
 CLOCK_SKEW_S = 2.0
+
+
+class UnreadableAnswer(OSError):
+    """An HTTP request was answered, but with something else than a JSON object."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +71,11 @@ def reason_of_request(error: OSError) -> str:
 
 
 def skew(date: str | None) -> float | None:
-    """Return by how much the clock that wrote an HTTP Date header is ahead of this one, s; None without a header."""
-    return email.utils.parsedate_to_datetime(date).timestamp() - time.time() if date else None
+    """Return by how much the clock that wrote an HTTP Date header is ahead of this one, s; None without a header with a date."""
+    try:
+        return email.utils.parsedate_to_datetime(date).timestamp() - time.time() if date else None
+    except (ValueError, OverflowError):
+        return None
 
 
 def clock(name: str, ahead_s: float | None) -> Iterator[Finding]:
@@ -81,10 +92,21 @@ def clock(name: str, ahead_s: float | None) -> Iterator[Finding]:
 def complete(
     instance: agent_pb2.Instance, body: dict[str, Any], access: EngineAccess, timeout_s: float = TIMEOUT_S
 ) -> tuple[dict[str, Any], float | None]:
-    """Send a completion request to an instance. Return its answer, and its clock's skew (see `skew`). Raises OSError, for an
-    error status urllib.error.HTTPError."""
+    """Send a completion request to an instance. Return its answer, and its clock's skew (see `skew`). Raises OSError: for an
+    error status urllib.error.HTTPError, for an answer that is no JSON object UnreadableAnswer."""
     headers = {"Content-Type": "application/json", **access.headers(instance)}
     payload = json.dumps({"model": instance.model, **body}).encode()
     request = urllib.request.Request(f"{instance.url}/v1/completions", data=payload, headers=headers)
     with open_directly(request, timeout_s, access.tls) as answer:
-        return json.load(answer), skew(answer.headers.get("Date"))
+        return json_object(answer), skew(answer.headers.get("Date"))
+
+
+def json_object(answer: HTTPResponse) -> dict[str, Any]:
+    """Return the JSON object in the body of an answer. Raises UnreadableAnswer if it has none, or OSError."""
+    try:
+        body = json.load(answer)
+    except (HTTPException, ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise UnreadableAnswer("its answer is no JSON object")
+    return body

@@ -8,19 +8,18 @@ import ssl
 import urllib.error
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
 from pointsman.router.v1 import fleet_pb2
-from pointsman_cli.doctor_findings import TIMEOUT_S, Finding, clock, reason_of_request, skew
+from pointsman_cli.doctor_findings import ASKED_AT_ONCE, TIMEOUT_S, Finding, clock, reason_of_request, skew
 from pointsman_common.core.addresses import address_of_url, parse_address
 from pointsman_common.io.direct_http import open_directly
 from pointsman_common.io.tls import TlsSettings, client_context
 
 # Base URL of the gateway of `pointsman up`.
 GATEWAY = "http://127.0.0.1:8080"
-# Maximum number of gateways that are asked at the same time.
-ASKED_AT_ONCE = 16
 NAME_ONE = "name one that can be reached from here: --gateway URL"
 
 
@@ -140,9 +139,10 @@ def _health(url: str, name: str, trusted: ssl.SSLContext) -> Iterator[Finding]:
             status, body, ahead_s = answer.status, json.loads(answer.read() or b"{}"), skew(answer.headers.get("Date"))
     except OSError as error:
         raise Unanswered(reason_of_request(error)) from None
-    except ValueError:
+    except (ValueError, HTTPException):
         body = None
-    if not isinstance(body, dict):
+    # What is ready and names no models is something else, as an engine, whose /health is empty.
+    if not isinstance(body, dict) or (status == 200 and not isinstance(body.get("models"), dict)):
         raise Unanswered("what answers there is no gateway")
     if status != 200:
         yield Finding(Finding.FAIL, name, f"not ready: {json.dumps(body)}", "see what is missing in its /health")

@@ -7,15 +7,16 @@ import json
 import random
 import secrets
 import urllib.error
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPException
-from typing import Any
+from typing import Any, NamedTuple
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman_cli.doctor_findings import TIMEOUT_S, EngineAccess, Finding, complete
-from pointsman_common.core.engine_identity import Use, compatible
+from pointsman_cli.doctor_findings import ASKED_AT_ONCE, TIMEOUT_S, EngineAccess, Finding, complete
+from pointsman_common.core.engine_identity import EngineIdentity, Use, compatible
 from pointsman_common.core.kv_transfer_params import mooncake_fetch, mooncake_send, nixl_send
 from pointsman_common.io.direct_http import open_directly
 from pointsman_router.core.instances.kv_refusals import refused_senders
@@ -41,56 +42,91 @@ def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
     """Yield whether the instances of a pool that have a KV connector can transfer KV."""
     able = [instance for instance in pool if instance.kv_transfer.protocol]
     refused = refused_senders(instance_and_load_messages.instance_info(instance) for instance in able)
-    for instance in able:
-        name, kv = f"{instance.instance_id} KV transfer", instance.kv_transfer
-        for sender in refused.get(instance.instance_id, ()):
-            yield Finding(
-                Finding.FAIL,
-                name,
-                f"KV from {sender} was wrong (it was not used)",
-                "compare the two engines' versions, flags and --block-size; restart the sender to let it send again, or the "
-                "receiver if the sender keeps its engine id",
-            )
-        others = [other for other in able if other is not instance and _kv_passes(instance, other)]
-        if not others and not any(_kv_passes(other, instance) for other in able if other is not instance):
-            yield Finding(
-                Finding.WARN,
-                name,
-                "no other instance of its model can transfer KV with it",
-                "give both the same vLLM, model, types, protocol and --block-size, and opposite roles (or the role both)",
-            )
-            continue
-        if kv.protocol == agent_pb2.KV_PROTOCOL_MOONCAKE and kv.role != agent_pb2.KV_ROLE_CONSUMER:
-            try:
-                with open_directly(f"{kv.bootstrap_url}/query", TIMEOUT_S):
-                    pass
-            except OSError as error:
+    sides = list(map(_Side.of, able))
+    # Most instances are alike, so there are few different sides, even of a thousand instances.
+    counts = Counter(sides)
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
+        bootstraps = threads.map(_bootstrap_problem, able)
+        for instance, side, bootstrap in zip(able, sides, bootstraps, strict=True):
+            name = f"{instance.instance_id} KV transfer"
+            for sender in refused.get(instance.instance_id, ()):
                 yield Finding(
                     Finding.FAIL,
                     name,
-                    f"its bootstrap server does not answer: {error}",
-                    "give the engine a unique VLLM_MOONCAKE_BOOTSTRAP_PORT, and the agent its address (bootstrap=)",
+                    f"KV from {sender} was wrong (it was not used)",
+                    "compare the two engines' versions, flags and --block-size; restart the sender to let it send again, or "
+                    "the receiver if the sender keeps its engine id",
                 )
-                continue
-        yield Finding(
-            Finding.OK,
+            yield _transfer(name, instance, side, counts, bootstrap)
+
+
+def _transfer(
+    name: str, instance: agent_pb2.Instance, side: _Side, counts: Mapping[_Side, int], bootstrap: str
+) -> Finding:
+    """Return whether an instance with a KV connector can transfer KV. `counts`: how many of its pool have each side; `bootstrap`:
+    why its bootstrap server does not answer."""
+    itself = side.passes_to(side)
+    receivers = sum(count for other, count in counts.items() if side.passes_to(other)) - itself
+    senders = sum(count for other, count in counts.items() if other.passes_to(side)) - itself
+    if not receivers and not senders:
+        return Finding(
+            Finding.WARN,
             name,
-            f"can send KV to {len(others)} instances",
-            "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=60 frees KV that is not fetched after 60 s instead of 480 s"
-            if kv.protocol == agent_pb2.KV_PROTOCOL_MOONCAKE
-            else "",
+            "no other instance of its model can transfer KV with it",
+            "give both the same vLLM, model, types, protocol and --block-size, and opposite roles (or the role both)",
         )
-
-
-def _kv_passes(source: agent_pb2.Instance, target: agent_pb2.Instance) -> bool:
-    gives, takes = source.kv_transfer, target.kv_transfer
-    one, other = (instance_and_load_messages.instance_info(instance) for instance in (source, target))
-    return (
-        gives.role != agent_pb2.KV_ROLE_CONSUMER
-        and takes.role != agent_pb2.KV_ROLE_PRODUCER
-        and one.kv_kind == other.kv_kind != ""
-        and compatible(one.known_identity, other.known_identity, Use.KV)
+    if bootstrap:
+        return Finding(
+            Finding.FAIL,
+            name,
+            f"its bootstrap server does not answer: {bootstrap}",
+            "give the engine a unique VLLM_MOONCAKE_BOOTSTRAP_PORT, and the agent its address (bootstrap=)",
+        )
+    return Finding(
+        Finding.OK,
+        name,
+        f"can send KV to {receivers} instances",
+        "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=60 frees KV that is not fetched after 60 s instead of 480 s"
+        if instance.kv_transfer.protocol == agent_pb2.KV_PROTOCOL_MOONCAKE
+        else "",
     )
+
+
+def _bootstrap_problem(instance: agent_pb2.Instance) -> str:
+    """Return why the bootstrap server of an instance that needs one does not answer; empty if it does."""
+    kv = instance.kv_transfer
+    if kv.protocol != agent_pb2.KV_PROTOCOL_MOONCAKE or kv.role == agent_pb2.KV_ROLE_CONSUMER:
+        return ""
+    try:
+        with open_directly(f"{kv.bootstrap_url}/query", TIMEOUT_S):
+            return ""
+    except OSError as error:
+        return str(error) or type(error).__name__
+
+
+class _Side(NamedTuple):
+    """What decides with which instances one can transfer KV."""
+
+    sends: bool
+    receives: bool
+    kind: str  # InstanceInfo.kv_kind
+    identity: EngineIdentity
+
+    @classmethod
+    def of(cls, instance: agent_pb2.Instance) -> _Side:
+        """Return the side of an instance."""
+        info, role = instance_and_load_messages.instance_info(instance), instance.kv_transfer.role
+        sends, receives = role != agent_pb2.KV_ROLE_CONSUMER, role != agent_pb2.KV_ROLE_PRODUCER
+        return cls(sends, receives, info.kv_kind, info.known_identity)
+
+    def passes_to(self, other: _Side) -> bool:
+        """Return whether an instance with this side can send KV to one with the `other`."""
+        return (
+            self.sends
+            and other.receives
+            and self.kind == other.kind != ""
+            and compatible(self.identity, other.identity, Use.KV)
+        )
 
 
 def answers(pool: Sequence[agent_pb2.Instance], access: EngineAccess) -> Iterator[Finding]:
@@ -108,10 +144,10 @@ def pairs_of(pool: Sequence[agent_pb2.Instance]) -> Iterator[tuple[agent_pb2.Ins
     """Yield each instance that can send KV, with the next one in the order of `pool` that can receive it and does not refuse
     it."""
     refused = refused_senders(map(instance_and_load_messages.instance_info, pool))
-    pool = [instance for instance in pool if instance.kv_transfer.protocol]
-    for number, source in enumerate(pool):
-        for target in itertools.chain(pool[number + 1 :], pool[:number]):
-            if _kv_passes(source, target) and source.instance_id not in refused.get(target.instance_id, ()):
+    able = [(instance, _Side.of(instance)) for instance in pool if instance.kv_transfer.protocol]
+    for number, (source, gives) in enumerate(able):
+        for target, takes in itertools.chain(able[number + 1 :], able[:number]):
+            if gives.passes_to(takes) and source.instance_id not in refused.get(target.instance_id, ()):
                 yield source, target
                 break
 

@@ -60,7 +60,7 @@ def _sentinel_finding(url: str, name: str) -> tuple[str, Finding]:
     try:
         with redis.Redis.from_url(url, socket_timeout=TIMEOUT_S, decode_responses=True) as client:
             state = client.sentinel_masters().get(name)
-    except redis.RedisError as error:
+    except (redis.RedisError, ValueError) as error:
         advice = "check it, and its address, user, password and TLS in redis_sentinels"
         return "", Finding(Finding.WARN, check, redis_reason(error), advice)
     if state is None:
@@ -91,6 +91,13 @@ def redis_finding(url: str) -> Finding:
         )
     except redis.RedisError as error:
         return Finding(Finding.FAIL, check, redis_reason(error), "routers that use it place degraded")
+    except ValueError as error:  # a parameter of the URL that is none
+        return Finding(Finding.FAIL, check, str(error), "correct redis_url")
+    except LookupError:
+        found = "answers, but does not tell how it evicts keys, as a Sentinel or a proxy"
+        return Finding(
+            Finding.FAIL, check, found, "give redis_url the address of a Redis, and redis_sentinels those of Sentinels"
+        )
     if policy != "noeviction":
         return Finding(Finding.WARN, check, f"{version}, maxmemory-policy {policy}", "set maxmemory-policy noeviction")
     return Finding(Finding.OK, check, f"{version}, {policy}")

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import urllib.error
 import urllib.request
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,12 +22,13 @@ from google.protobuf import json_format
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_cli.all_routers import instances_of, newest_decisions, of_its_router, pool_policies, warn
 from pointsman_cli.doctor import examine
-from pointsman_cli.doctor_findings import EngineAccess, Finding, reason_of_request
+from pointsman_cli.doctor_findings import EngineAccess, Finding, json_object, reason_of_request
 from pointsman_cli.doctor_gateways import GATEWAY
 from pointsman_cli.doctor_redis import RedisUrls
 from pointsman_cli.installed_policies import installed_policies
@@ -45,8 +46,9 @@ from pointsman_cli.instance_commands import (
     weight_words,
 )
 from pointsman_cli.policy_commands import set_policy, verify, what_if
-from pointsman_cli.router_call import DEFAULT_ROUTER, UNUSABLE, fail, no_answer, url_of
+from pointsman_cli.router_call import DEFAULT_ROUTER, UNUSABLE, fail, key_of, no_answer, seconds_of, url_of
 from pointsman_common.core.enum_words import values, word
+from pointsman_common.core.printable import printable
 from pointsman_common.io.direct_http import open_directly
 from pointsman_common.io.tls import client_context
 from pointsman_router.core.placement_types import LIGHT_NEW_TOKENS
@@ -69,8 +71,9 @@ API_KEY = "POINTSMAN_API_KEY"
 # Why an answered request has no TTFT.
 UNTIMED = "the answer was not streamed; only streams have a first token"
 
-# In a pipe rich assumes 80 columns, which would fold the tables.
-console = Console(width=None if sys.stdout.isatty() else 180)
+# In a pipe rich assumes 80 columns, which would fold the tables. Names of clients and engines are shown as they are: ":cat:" is
+# no emoji, and what looks like rich's markup is none, except in the few lines that ask for it.
+console = Console(width=None if sys.stdout.isatty() else 180, markup=False, emoji=False)
 
 
 def add_fleet_commands(app: typer.Typer) -> None:
@@ -106,14 +109,16 @@ def instances(
                    "hit", "sessions", "report", "process")  # fmt: skip
     for status in answer.instances:
         load = status.load
-        table.add_row(
+        _add_row(
+            table,
             status.instance.instance_id,
             status.instance.model,
             _state_of(status),
             str(status.num_requests),
             f"{status.pending_prefill_tokens:,}",
             f"{status.ongoing_decode_tokens:,}",
-            *_reported(load),
+            # Before its first report nothing is known.
+            *(_reported(load) if status.HasField("load") else ("-", "-", "-")),
             f"~{status.approximate_keys:,}"
             if status.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE
             else f"{status.keys:,}",
@@ -124,16 +129,19 @@ def instances(
         )
     _print_rows(table)
     for line in absent_lines(answer):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False)
     for order in _orders_for_unknown(router):
-        console.print(f"{order.instance_id}: no agent reports it ({order_words(order)})", highlight=False, markup=False)
+        console.print(f"{order.instance_id}: no agent reports it ({order_words(order)})", highlight=False)
     console.print(
         f"policy {_policy(answer.policy)}  router {answer.router_id}"
         + (f"  {answer.held_requests} requests held" if answer.held_requests else "")
     )
     if answer.policy.name == Auto.name:
-        for pool, taken in pool_policies(router, model).items():
-            console.print(f"{pool}: {_taken(taken)}", highlight=False, markup=False)
+        # The model may be given by another name than its pool's.
+        listed = {status.instance.model for status in answer.instances}
+        for pool, taken in pool_policies(router).items():
+            if not model or pool in listed:
+                console.print(f"{pool}: {_taken(taken)}", highlight=False)
 
 
 def _reported(report: agent_pb2.Load | fleet_pb2.Candidate) -> tuple[str, str, str]:
@@ -165,15 +173,15 @@ def _orders_for_unknown(router: str) -> list[fleet_pb2.InstanceOrder]:
 
 def _state_of(status: fleet_pb2.InstanceStatus) -> str:
     """Return an instance's state as text, followed by operators' orders and by what is unusual about its keys."""
-    remarks = [escape(words) for words in (suspension(status), status.cordon_reason, weight_words(status)) if words]
+    remarks = [words for words in (suspension(status), status.cordon_reason, weight_words(status)) if words]
     if status.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE:
         remarks.append("approximate: its KV events contradict answers" if status.events_contradicted else "approximate")
     if status.prefix_source == fleet_pb2.PREFIX_SOURCE_NONE and status.state == fleet_pb2.INSTANCE_STATE_READY:
         remarks.append("cache counted as empty")
     if status.circuit_open:
-        remarks.append(f"out: {escape(status.life.reason)}" if status.life.reason else "out")
+        remarks.append(f"out: {status.life.reason}" if status.life.reason else "out")
     elif status.life.reason:
-        remarks.append(escape(status.life.reason))
+        remarks.append(status.life.reason)
     if status.prediction_audit_failures:
         remarks.append(f"prediction audit failed {status.prediction_audit_failures}x")
     state = state_words(status)
@@ -190,8 +198,12 @@ def decisions(
     outcome: Annotated[str, typer.Option(help="open, ok, failed, rejected, cancelled or unknown")] = "",
     tenant: Annotated[str, typer.Option(help="list those of this tenant only")] = "",
     model: Annotated[str, typer.Option(help="list those of this model's pool only")] = "",
-    since: Annotated[float | None, typer.Option(help="maximum age of a decision, in seconds")] = None,
-    until: Annotated[float | None, typer.Option(help="minimum age of a decision, in seconds")] = None,
+    since: Annotated[
+        float | None, typer.Option(callback=seconds_of, help="maximum age of a decision, in seconds")
+    ] = None,
+    until: Annotated[
+        float | None, typer.Option(callback=seconds_of, help="minimum age of a decision, in seconds")
+    ] = None,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=1000, help="maximum number")] = 20,
     as_json: JsonFlag = False,
 ) -> None:
@@ -223,9 +235,11 @@ def decisions(
                    "outcome", "TTFT")  # fmt: skip
     for listed in answer.decisions:
         done = listed.finished
-        table.add_row(
+        _add_row(
+            table,
             listed.decision_id,
-            listed.time.ToDatetime().strftime("%H:%M:%S.%f")[:-3],
+            # The local time, as in the console and in what `instances` says of policies.
+            f"{listed.time.ToDatetime(UTC).astimezone():%H:%M:%S.%f}"[:-3],
             listed.session_id[:24],
             f"{listed.input_tokens:,}",
             f"{listed.cached_tokens:,}",
@@ -233,7 +247,7 @@ def decisions(
             word(fleet_pb2.RouteClass, listed.route_class),
             listed.reason,
             " -> ".join(step.instance.instance_id for step in listed.steps),
-            f"{listed.margin:,.0f}" if listed.HasField("margin") else "-",
+            _score(listed.margin) if listed.HasField("margin") else "-",
             word(fleet_pb2.DecisionOutcome, listed.outcome),
             f"{done.timings.first_token_ms:,.0f} ms" if done.timings.first_token_ms else "-",
         )
@@ -288,8 +302,8 @@ def policies(
     except SettingError as error:
         fail(error.sentence)
     for kind in kinds:
-        console.print(f"[bold]{kind.name}[/bold]")
-        console.print(textwrap.indent(inspect.cleandoc(kind.__doc__ or ""), "  "), highlight=False, markup=False)
+        console.print(kind.name, style="bold", highlight=False)
+        console.print(textwrap.indent(inspect.cleandoc(kind.__doc__ or ""), "  "), highlight=False)
         if settings := settings_of(kind):
             console.print("  Settings:")
         for setting in settings:
@@ -352,11 +366,12 @@ def doctor(
         redis = RedisUrls.of(redis_url, redis_sentinels, redis_master)
     except ValueError as error:
         fail(f"--redis-url, --redis-sentinels: {error}")
-    findings = examine(router, gateway, redis, list(map(url_of, agent or [])), EngineAccess(engine_api_key, tls))
+    access = EngineAccess(key_of("--engine-api-key", engine_api_key), tls)
+    findings = examine(router, gateway, redis, list(map(url_of, agent or [])), access)
     table = _table("", "check", "finding", "what to do")
-    marks = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]FAIL[/red]"}
+    marks = {"ok": Text("ok", "green"), "warn": Text("warn", "yellow"), "fail": Text("FAIL", "red")}
     for finding in findings:
-        table.add_row(marks[finding.level], *map(escape, (finding.check, finding.found, finding.advice)))
+        _add_row(table, marks[finding.level], finding.check, finding.found, finding.advice)
     console.print(table)
     if any(finding.level == Finding.FAIL for finding in findings):
         raise typer.Exit(1)
@@ -369,18 +384,15 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
     steps = [step.instance.instance_id for step in decision.steps]
     to = " -> ".join(step for number, step in enumerate(steps) if step != steps[number - 1] or not number) or "held"
     console.print(
-        f"[bold]{escape(decision.decision_id)}[/bold]  {escape(to)}  [bold]{explained(decision.reason)}[/bold]"
+        f"[bold]{escape(decision.decision_id)}[/bold]  {escape(to)}  [bold]{escape(explained(decision.reason))}[/bold]",
+        markup=True,
     )
     console.print(
         f"request {decision.request_id}  session {decision.session_id or '-'} "
-        f"(owner then: {owner})  {word(fleet_pb2.DecisionOutcome, decision.outcome)}",
-        markup=False,
+        f"(owner then: {owner})  {word(fleet_pb2.DecisionOutcome, decision.outcome)}"
     )
     if decision.agent_id or decision.agent_parent_session_id:
-        console.print(
-            f"agent {decision.agent_id or '-'}  started by session {decision.agent_parent_session_id or '-'}",
-            markup=False,
-        )
+        console.print(f"agent {decision.agent_id or '-'}  started by session {decision.agent_parent_session_id or '-'}")
     console.print(
         f"{decision.input_tokens:,} input tokens ({decision.key_count:,} keys), {decision.cached_tokens:,} cached -> "
         f"{route_class}{bounds_of_class}, {word(fleet_pb2.PlacementMode, decision.mode)}"
@@ -396,10 +408,7 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
         console.print(
             f"admission {admission.reason}: {admission.size:,} tokens beside {admission.weighted:,.0f} under way, "
             f"of {admission.capacity:,.0f}"
-            + (
-                f", parked {admission.waited.ToMilliseconds() / 1e3:,.1f} s" if admission.waited.ToNanoseconds() else ""
-            ),
-            markup=False,
+            + (f", parked {admission.waited.ToMilliseconds() / 1e3:,.1f} s" if admission.waited.ToNanoseconds() else "")
         )
     console.print(f"policy {_policy(decision.policy)}")
     if decision.taken_policy:
@@ -420,7 +429,8 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
     ):
         note = candidate.excluded or ("" if candidate.exact else "no keys known")
         note = "; ".join(filter(None, (note, _loaded(candidate.kv_load).removeprefix(", "))))
-        table.add_row(
+        _add_row(
+            table,
             "->" if candidate.instance_id == chosen else "",
             candidate.instance_id,
             _score(candidate.score) if candidate.HasField("score") else "-",
@@ -438,20 +448,25 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
         console.print(f"{decision.other_instances} others were not compared: less of the prompt cached, or more load")
     if decision.figures:
         console.print(
-            "compared " + ", ".join(f"{name} {value:,.3g}" for name, value in sorted(decision.figures.items()))
+            "compared " + ", ".join(f"{name} {_score(value)}" for name, value in sorted(decision.figures.items()))
         )
     if decision.runner_up:
         console.print(f"runner-up {decision.runner_up}, margin {_score(decision.margin)}")
     if decision.HasField("finished"):
         done = decision.finished
-        said = f"{done.cached_tokens:,}" if done.HasField("cached_tokens") else "nothing"
         own = f", {done.own_cached_tokens:,} of them by its own steps" if done.own_cached_tokens else ""
+        said = (
+            f"{done.cached_tokens:,} cached{own}" if done.HasField("cached_tokens") else "nothing about cached tokens"
+        )
         first = f"{done.timings.first_token_ms:,.1f} ms" if done.timings.first_token_ms else "-"
         if _ended_untimed(decision):
             first += f" ({UNTIMED})"
         console.print(
-            f"the engine said: {said} cached{own}; TTFT {first}, "
-            f"done after {done.timings.done_ms:,.1f} ms, HTTP {done.http_status}{_ended_by(done)}"
+            f"the engine said: {said}; TTFT {first}"
+            # A gateway that was lost tells neither.
+            + (f", done after {done.timings.done_ms:,.1f} ms" if done.timings.done_ms else "")
+            + (f", HTTP {done.http_status}" if done.http_status else "")
+            + _ended_by(done)
         )
 
 
@@ -462,7 +477,7 @@ def _ended_by(done: placement_pb2.Finished) -> str:
 
 def _score(value: float) -> str:
     # A score is in tokens under most policies, in seconds under some.
-    return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def _policy(policy: fleet_pb2.Policy) -> str:
@@ -473,29 +488,50 @@ def _policy(policy: fleet_pb2.Policy) -> str:
 
 def _dry_run(gateway: str, prompt: Path, model: str, session: str) -> fleet_pb2.Decision:
     if not model:
-        names = [model["id"] for model in _http(f"{gateway}/v1/models")["data"]]
+        url = f"{gateway}/v1/models"
+        try:
+            names = [model["id"] for model in _http(url)["data"]]
+        except (LookupError, TypeError):
+            fail(f"{url}: what answers there is no gateway")
         if len(names) != 1:
             fail(f"the gateway serves {', '.join(names) or 'no model'}; choose with --model")
         model = names[0]
-    body = json.dumps({"model": model, "prompt": prompt.read_text()}).encode()
+    try:
+        text = prompt.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        fail(
+            f"--prompt {prompt}: {'is no text in UTF-8' if isinstance(error, ValueError) else error.strerror}", UNUSABLE
+        )
+    body = json.dumps({"model": model, "prompt": text}).encode()
     headers = {"Content-Type": "application/json", "X-Pointsman-Dry-Run": "1"}
     if session:
+        if not (session.isascii() and session.isprintable()):
+            fail(f"--session {printable(session)}: a header can have printable ASCII only", UNUSABLE)
         headers["X-Session-ID"] = session
-    answer = _http(f"{gateway}/v1/completions", body, headers)
-    return json_format.ParseDict(answer["decision"], fleet_pb2.Decision(), ignore_unknown_fields=True)
+    url = f"{gateway}/v1/completions"
+    answer = _http(url, body, headers)
+    try:
+        return json_format.ParseDict(answer["decision"], fleet_pb2.Decision(), ignore_unknown_fields=True)
+    except (LookupError, TypeError, json_format.ParseError):
+        fail(f"{url}: what answers there is no gateway, or of a version without dry runs")
 
 
 def _http(url: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> Any:
     request = urllib.request.Request(url, data=body, headers=headers or {})
-    if key := os.environ.get(API_KEY):
+    if key := key_of(API_KEY, os.environ.get(API_KEY, "")):
         request.add_header("Authorization", f"Bearer {key}")
     try:
         with open_directly(request, TIMEOUT_S) as answer:
-            return json.load(answer)
+            return json_object(answer)
     except urllib.error.HTTPError as error:
         fail(f"{url} answered {error.code}: {error.read(1_000).decode(errors='replace')}")
     except OSError as error:
         fail(f"{url}: {reason_of_request(error)}")
+
+
+def _add_row(table: Table, *cells: str | Text) -> None:
+    """Add a row whose texts are shown as they are, in one line, without the characters that a terminal obeys."""
+    table.add_row(*(Text(printable(cell.replace("\n", " "))) if isinstance(cell, str) else cell for cell in cells))
 
 
 def _print_rows(table: Table) -> None:

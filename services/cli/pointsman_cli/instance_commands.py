@@ -10,7 +10,7 @@ import typer
 
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from pointsman_cli.all_routers import at_owner, owners_status
-from pointsman_cli.router_call import DEFAULT_ROUTER, call, credentials, dial, router_of
+from pointsman_cli.router_call import DEFAULT_ROUTER, call, credentials, dial, router_of, seconds_of
 from pointsman_common.io.whole_lists import whole
 
 # Timeout of a call, and time between two looks at an instance that is drained, s.
@@ -43,7 +43,10 @@ def drain(
         bool, typer.Option(help="let its requests go on at other instances, as fast as these take them")
     ] = False,
     wait: Annotated[
-        float, typer.Option(help="seconds to wait until it has no requests; exit status 1 if it still has", min=0.0)
+        float,
+        typer.Option(
+            callback=seconds_of, help="seconds to wait until it has no requests; exit status 1 if it still has"
+        ),
     ] = 0.0,
 ) -> None:
     """Stop placing on an instance until its engine restarts, or until --resume.

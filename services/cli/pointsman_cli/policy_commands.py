@@ -99,8 +99,9 @@ def what_if(
     for change in answer.changes:
         via = f" via {change.to_prefill_instance_id}" if change.to_prefill_instance_id else ""
         typer.echo(
-            f"{change.decision_id}: {change.from_instance_id} -> {change.to_instance_id or 'held'}{via} ({change.reason}), "
-            f"{change.cached_tokens_change:+,} cached tokens"
+            f"{change.decision_id}: {change.from_instance_id} -> {change.to_instance_id or 'held'}{via} ({change.reason})"
+            # Of a request that would be held nothing is known; the sums leave it out, too.
+            + (f", {change.cached_tokens_change:+,} cached tokens" if change.to_instance_id else "")
             + (f", {_seconds(change.ttft_change)} to the first token" if change.HasField("ttft_change") else "")
         )
     if answer.changed > len(answer.changes):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
+from urllib.parse import urlsplit
 
 import grpc
 import typer
 
 from pointsman.router.v1 import fleet_pb2_grpc
+from pointsman_common.core.printable import printable
 from pointsman_common.io import router_target
 from pointsman_common.io.auth import bearer
 from pointsman_common.io.channel import open_blocking_channel
 from pointsman_common.io.router_failures import NOTHING_LISTENS, meaning
 from pointsman_common.io.settings import Tokens
+from pointsman_router.io.convert.times import MAX_DURATION_S
 
 DEFAULT_ROUTER = "127.0.0.1:50051"
 UNUSABLE = 2  # Exit status for settings that cannot be used; typer uses the same.
@@ -88,8 +91,33 @@ def router_of(text: str) -> str:
 
 
 def url_of(text: str) -> str:
-    """Return a base URL from what a user gives: a URL, as clients have it with /v1, too, or HOST:PORT."""
-    return (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
+    """Return a base URL from what a user gives: a URL, as clients have it with /v1, too, or HOST:PORT. Raises BadParameter."""
+    url = (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or True)
+    except ValueError:  # a port that is none, or brackets without an IPv6 address
+        usable = False
+    if not usable or " " in url or not url.isprintable():
+        raise typer.BadParameter(f"{printable(text)}: HOST:PORT, or an http or https URL, is needed")
+    return url
+
+
+def key_of(name: str, text: str) -> str:
+    """Return a key for a header from the text of the variable or flag `name`; a text made of a file often ends with a line feed.
+    Ends the program with status 2 if no header can have it: the error of one that has it would show the key."""
+    key = text.strip()
+    if not (key.isascii() and key.isprintable()):
+        fail(f"{name}: a key has printable ASCII only", UNUSABLE)
+    return key
+
+
+def seconds_of(given: float | None) -> float | None:
+    """Return the seconds that a flag gives, at most what a message can have: 10,000 years. Raises BadParameter for a negative
+    number and for NaN, which typer's bounds let through."""
+    if given is not None and not given >= 0:
+        raise typer.BadParameter(f"{given:g}: a number of seconds, 0 or more, is needed")
+    return given if given is None else min(given, MAX_DURATION_S)
 
 
 def fail(message: str, status: int = 1) -> NoReturn:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import redis
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2
-from pointsman_cli import doctor_kv
+from pointsman_cli import doctor, doctor_kv
 from pointsman_cli.doctor import (
     contradicted_finding,
     forgotten_orders,
@@ -23,7 +26,10 @@ from pointsman_cli.doctor import (
 )
 from pointsman_cli.doctor_findings import EngineAccess, Finding
 from pointsman_cli.doctor_kv import Answer, answers, difference, pairs_of, transfers
+from pointsman_cli.doctor_redis import RedisUrls, redis_finding, redis_findings
 from pointsman_cli.fleet_commands import _state_of
+from pointsman_router.core.placement_types import InstanceInfo
+from pointsman_router.io.convert import instance_and_load_messages
 from pointsman_router.io.convert.times import duration, timestamp
 from tests.support.pages import serving
 from tests.support.processes.process import free_port
@@ -66,6 +72,37 @@ def test_one_that_fits_nobody_is_reported(bootstrap: str) -> None:
         ("a", Finding.WARN),
         ("b", Finding.WARN),
     ]
+
+
+def test_a_thousand_engines_are_compared_by_what_they_differ_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, once = Counter[str](), instance_and_load_messages.instance_info
+
+    def instance_info(wire: agent_pb2.Instance) -> InstanceInfo:
+        read[wire.instance_id] += 1
+        return once(wire)
+
+    monkeypatch.setattr(instance_and_load_messages, "instance_info", instance_info)
+    kv = agent_pb2.KvTransfer(protocol=agent_pb2.KV_PROTOCOL_NIXL)
+    pool = [agent_pb2.Instance(instance_id=str(number), block_size=16, kv_transfer=kv) for number in range(200)]
+    pool.append(agent_pb2.Instance(instance_id="other", block_size=32, kv_transfer=kv))
+    *alike, other = transfers(pool)
+    assert {finding.found for finding in alike} == {"can send KV to 199 instances"}
+    assert other.level == Finding.WARN
+    assert len(list(pairs_of(pool))) == 200
+    assert max(read.values()) <= 4
+
+
+def test_engines_are_asked_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(8)
+
+    def engine(*_: object) -> Iterator[Finding]:
+        together.wait(5)
+        return iter(())
+
+    monkeypatch.setattr(doctor, "_engine", engine)
+    fleet = [status("READY", instance=agent_pb2.Instance(instance_id=str(number))) for number in range(8)]
+    named = [finding.check for finding in doctor._fleet(fleet, EngineAccess()) if finding.check.isdigit()]
+    assert list(dict.fromkeys(named)) == [str(number) for number in range(8)]
 
 
 def test_a_bootstrap_server_that_does_not_answer_is_reported(bootstrap: str) -> None:
@@ -146,6 +183,21 @@ def test_an_engine_whose_answer_is_none_does_not_end_the_doctor(monkeypatch: pyt
     monkeypatch.setattr(doctor_kv, "complete", lambda *_: ({"error": {"message": "busy"}}, None))
     [finding] = answers(pair(agent_pb2.KV_PROTOCOL_NIXL), EngineAccess())
     assert finding.level == Finding.WARN
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"usage": []}', b'{"usage": {"prompt_tokens_details": null}}'])
+def test_an_engine_whose_answer_cannot_be_read_does_not_end_the_doctor(body: bytes) -> None:
+    with serving(lambda _: (200, body)) as url:
+        [finding, *_] = doctor._engine(agent_pb2.Instance(instance_id="a", url=url), EngineAccess())
+    assert (finding.level, finding.check) == (Finding.WARN, "a engine")
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"router_id": "r1"}', b'{"engines": 1}', b'{"engines": [1]}'])
+def test_what_is_no_agent_is_told_as_such(body: bytes) -> None:
+    with serving(lambda _: (200, body)) as url:
+        [finding] = doctor._agent(url)
+    assert (finding.level, finding.check) == (Finding.FAIL, f"agent {url}")
+    assert finding.found in ("what answers there is no agent", "its answer is no JSON object")
 
 
 def test_cordons_of_long_ago_and_orders_for_nobody_are_reported() -> None:
@@ -361,3 +413,25 @@ def test_kv_passes_between_versions_that_read_each_other(
     for each, version in ((one, "0.32.0"), (two, other)):
         each.kv_transfer.protocol, each.engine_version = protocol, version
     assert bool(list(pairs_of([one, two]))) is passes
+
+
+@pytest.mark.parametrize("sections", [{}, {"server": {"redis_version": "8.0", "redis_mode": "sentinel"}}])
+def test_a_sentinel_in_the_place_of_a_redis_is_told_as_such(
+    sections: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A Sentinel has no section on memory.
+    monkeypatch.setattr(redis.Redis, "info", lambda _, section: sections.get(section, {}))
+    finding = redis_finding("redis://sentinel:26379")
+    assert (finding.level, finding.check) == (Finding.FAIL, "Redis sentinel:26379")
+    assert "Sentinel" in finding.found
+
+
+def test_a_parameter_of_a_redis_url_that_is_none_is_told() -> None:
+    urls = RedisUrls.of("redis://:secret@127.0.0.1:1?db=x", "redis://:secret@127.0.0.1:1?db=x", "m")
+    assert urls is not None
+    sentinel, none = redis_findings(urls)
+    finding = redis_finding(urls.servers[0])
+    assert (sentinel.level, none.level, finding.level) == (Finding.WARN, Finding.FAIL, Finding.FAIL)
+    assert "'db'" in sentinel.found
+    assert "'db'" in finding.found
+    assert "secret" not in f"{sentinel}{none}{finding}"

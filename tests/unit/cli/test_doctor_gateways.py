@@ -88,7 +88,12 @@ def test_a_named_gateway_must_answer(nowhere: str) -> None:
     with gateway() as url:
         assert told(named_gateway(url)) == SOUND
     assert told(named_gateway(nowhere)) == [(Finding.FAIL, "gateway")]
-    with gateway(body="<html>") as url:
+
+
+# An engine's /health is empty, and a router's and an agent's have no models.
+@pytest.mark.parametrize("body", ["<html>", "", '{"router_id": "r1", "ready": true}', '{"models": [], "engines": []}'])
+def test_what_answers_like_no_gateway_is_not_called_ready(body: str) -> None:
+    with gateway(body=body) as url:
         [finding] = named_gateway(url)
         assert (finding.level, finding.found) == (Finding.FAIL, f"{url}: what answers there is no gateway")
 

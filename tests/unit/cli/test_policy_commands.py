@@ -7,7 +7,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from pointsman.router.v1 import fleet_pb2
+from pointsman_cli import policy_commands
 from pointsman_cli.fleet_commands import policies
 from pointsman_cli.policy_commands import verify
 from pointsman_lab.rival_policies.registry import POLICIES
@@ -48,3 +52,16 @@ def test_decisions_of_0_2_0_are_the_same_when_made_again(tmp_path: Path, capsys:
     assert len(decided) == 21
     verify(log)
     assert capsys.readouterr().out == "129 of 129 decisions are the same when made again\n"
+
+
+def test_a_request_that_would_be_held_loses_no_cached_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = fleet_pb2.WhatIfResponse(decided=2, changed=2, held=1)
+    answer.changes.add(decision_id="r-1", from_instance_id="a", reason="held", cached_tokens_change=-4_016)
+    answer.changes.add(
+        decision_id="r-2", from_instance_id="a", to_instance_id="b", reason="idle", cached_tokens_change=-1
+    )
+    monkeypatch.setattr(policy_commands, "what_if_newest", lambda *_: answer)
+    app = typer.Typer()
+    app.command()(policy_commands.what_if)
+    done = CliRunner().invoke(app, ["--policy", "foresight", "--last", "2"], catch_exceptions=False)
+    assert done.output.splitlines()[:2] == ["r-1: a -> held (held)", "r-2: a -> b (idle), -1 cached tokens"]

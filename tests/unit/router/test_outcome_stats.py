@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from pointsman_router.core.analysis.outcome_stats import OutcomeStats, quantile
 from pointsman_router.core.events_and_effects import Finished
 from pointsman_router.core.placement_types import Decision
-from pointsman_router.core.policy.base import decide
+from pointsman_router.core.policy.base import decide, slice_of
 from pointsman_router.core.policy.registry import make_policy
 from tests.support.router_values import candidate, request, view
 
@@ -29,8 +29,7 @@ def finished(outcome: str = "OK", **changes: Any) -> Finished:
 def test_what_a_request_s_own_slices_computed_is_no_hit() -> None:
     """Neither as predicted nor as reported. Of a gateway that does not tell it nothing is compared."""
     outcomes = OutcomeStats()
-    slices = replace(decision(30_000).result, steps=(decision(1).result.steps[0],) * 2)
-    first = replace(decision(30_000), result=slices)
+    first = replace(decision(30_000), result=slice_of(candidate("a", new=30_000), 20_000, "slice"))
     end = finished(cached_tokens=29_984, own_cached_tokens=29_984)
     outcomes.add(first, "OK", end)
     outcomes.add(replace(decision(30_000, 20_000), previous_id="d-0"), "OK", end)

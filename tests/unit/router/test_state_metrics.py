@@ -10,8 +10,11 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pointsman_common.core.engine_identity import EngineIdentity
+from pointsman_common.io.metrics_page import PIECE, pieces
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_orders import InstanceOrder
+from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.load.reservations import Counters
 from pointsman_router.core.placement_types import Decision, KvTransfer, Load, WrongKv
 from pointsman_router.core.prefill_curve import DEFAULT_CURVE
 from pointsman_router.core.priority import Priority
@@ -81,6 +84,28 @@ def test_the_state_is_reported_as_it_is_when_asked() -> None:
     assert (at(samples, "ready"), at(samples, "store_degraded")) == (1, 0)
 
 
+async def test_a_large_fleet_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = state()
+    for number in range(3 * PIECE):
+        join(fleet, f"i{number}", number)
+    read_now, counters = 0, fleet.reservations.counters
+
+    def counted(instance_id: str) -> Counters:
+        nonlocal read_now
+        read_now += 1
+        return counters(instance_id)
+
+    collector = StateCollector(fleet, lambda: True, clock=lambda: 0.0)
+    monkeypatch.setattr(fleet.reservations, "counters", counted)
+    at_once, series = [], 0
+    async for piece in pieces(collector.collect()):
+        at_once.append(read_now)
+        read_now = 0
+        series += len(piece.series) if piece.name == "pointsman_router_open_requests" else 0
+    assert series == 3 * PIECE
+    assert 0 < max(at_once) <= PIECE
+
+
 def test_the_engines_that_an_instance_refuses_are_counted_while_they_run() -> None:
     fleet = state()
     telemetry = with_state(fleet)
@@ -145,6 +170,20 @@ def test_a_pool_that_is_gone_leaves_no_series() -> None:
     assert not [name for name, labels in read(telemetry) if ("model", "m") in labels]
 
 
+def test_requests_that_wait_for_a_pool_whose_last_instance_left_are_counted() -> None:
+    fleet = state(limits=SaturationLimits(1))
+    telemetry = with_state(fleet)
+    join(fleet, "a", 1)
+    for request_id in ("r", "waits"):
+        fleet.handle(ev.PlaceRequested(request(request_id, 100), "g"), 0.0)
+    for left in (False, True):
+        if left:
+            fleet.handle(ev.AgentGoodbye(1, "a"), 0.0)
+        assert at(read(telemetry), "held_requests", model="m", priority="STANDARD") == 1
+    fleet.handle(ev.Finished("waits", "CANCELLED"), 0.0)
+    assert not [labels for name, labels in read(telemetry) if name == "pointsman_router_held_requests"]
+
+
 def test_decisions_and_ends_are_counted() -> None:
     fleet = state()
     telemetry = with_state(fleet)
@@ -166,6 +205,18 @@ def test_decisions_and_ends_are_counted() -> None:
         1,
         0,
     )
+
+
+def test_tokens_that_earlier_parts_of_a_prompt_computed_are_no_hits() -> None:
+    fleet = state()
+    telemetry = with_state(fleet)
+    join(fleet, "a", 1)
+    last = replace(decided(fleet, "r"), previous_id="r-0")
+    # Gateways of earlier versions do not tell which of the cached tokens the slices before have computed.
+    telemetry.closed(last, finished(cached_tokens=5_000))
+    assert at(read(telemetry), "reported_cached_tokens_total") == 0
+    telemetry.closed(last, finished(cached_tokens=5_000, own_cached_tokens=4_000))
+    assert at(read(telemetry), "reported_cached_tokens_total") == 1_000
 
 
 def test_offloads_are_counted_apart_and_so_are_those_that_one_instance_answered_in_the_end() -> None:

@@ -448,8 +448,10 @@ class InstanceRegistry:
         return known.contexts(model) if known is not None else frozenset()
 
     def differing(self, record: InstanceRecord) -> dict[str, str]:
-        """Return what an instance differs in from the most of its pool: name -> both values in words."""
-        return differing(record.info, self._pools[record.info.model].common())
+        """Return what an instance differs in from the most of its pool: name -> both values in words. Empty if the pool is gone,
+        as that of a record may be after a pause."""
+        pool = self._pools.get(record.info.model)
+        return {} if pool is None else differing(record.info, pool.common())
 
     def lists(self, pool: str) -> object:
         """Return an identity of the pool's lists: a new object whenever an instance of the pool is added or removed."""

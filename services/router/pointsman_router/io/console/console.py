@@ -192,7 +192,7 @@ class Console:
         asked = GetMessageClass(method.input_type)()
         try:
             json_format.Parse(await request.text() or "{}", asked)
-        except (json_format.ParseError, UnicodeDecodeError) as error:
+        except (json_format.ParseError, UnicodeDecodeError, LookupError) as error:  # LookupError: an unknown charset
             raise CallRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
         async with self._one_at_a_time:
             answer = await getattr(self._fleet, method.name)(asked, _Call())
@@ -245,9 +245,7 @@ def _static(file: Path) -> Handler:
 
 def _names_loopback(host: str) -> bool:
     """Return whether a Host header names this machine's loopback interface."""
-    name = urlsplit(f"//{host}").hostname or ""
-    if name == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(name).is_loopback
+    with contextlib.suppress(ValueError):  # brackets that do not belong together, or a name
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
     return False

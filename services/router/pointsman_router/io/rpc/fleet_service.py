@@ -43,7 +43,7 @@ from pointsman_router.io.rpc.errors import (
     too_many_orders_status,
 )
 from pointsman_router.io.rpc.history_lists import HistoryLists
-from pointsman_router.io.rpc.paged_lists import in_turns
+from pointsman_router.io.rpc.paged_lists import in_turns, messages_of
 from pointsman_router.io.rpc.pages import MAX_PAGE
 from pointsman_router.io.rpc.replicas import replicas_to_wire
 from pointsman_router.io.telemetry.decision_log import DecisionFilter, LoggedDecision
@@ -89,14 +89,19 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
             for record in self._router.state.instances.records()
             if (not request.model or record.info.model == pool) and (after is None or record.info.instance_id > after)
         ]
+        # In a pause instances may leave.
+        known = self._router.state.instances.get
+        listed, entries = await messages_of(
+            found[:size], lambda record: self._status(record) if known(record.info.instance_id) is record else None
+        )
         policy = self._router.state.policy.ref()
         return fleet_pb2.ListInstancesResponse(
-            instances=[self._status(record) async for record in in_turns(found[:size])],
+            instances=listed,
             policy=operator_messages.policy_to_wire(policy),
             policy_etag=operator_messages.policy_etag(policy),
             router_id=self._router.settings.router_id,
             held_requests=len(self._router.state.held_requests.queue),
-            next_page_token=self._next_page(found, size, lambda record: record.info.instance_id, request),
+            next_page_token=self._next_page(found, entries, lambda record: record.info.instance_id, request),
             absent_engines=[
                 agent_pb2.AbsentEngine(**asdict(engine))
                 for engine in (self._router.absent() if not request.model and after is None else ())
@@ -169,18 +174,17 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.ListDecisionsResponse:
         """Return the newest decisions that match, newest first."""
         size, before = await self._page(request, int, context)
-        wanted = _filter(request.filter)
-        found = list(itertools.islice(self._router.decisions.newest(wanted.matches, before), size + 1))
+        found = await self._newest(self._filter(request.filter), size + 1, before)
+        listed, entries = await messages_of(found[:size], self.without_candidates)
         return fleet_pb2.ListDecisionsResponse(
-            decisions=[self.without_candidates(logged) async for logged in in_turns(found[:size])],
-            next_page_token=self._next_page(found, size, attrgetter("number"), request),
+            decisions=listed, next_page_token=self._next_page(found, entries, attrgetter("number"), request)
         )
 
     async def WatchDecisions(  # noqa: N802
         self, request: fleet_pb2.WatchDecisionsRequest, context: Any
     ) -> AsyncIterator[fleet_pb2.WatchDecisionsResponse]:
         """Stream matching decisions when they are made, noted or ended."""
-        wanted = replace(_filter(request.filter), since_unix_s=0.0, until_unix_s=math.inf)
+        wanted = replace(self._filter(request.filter), since_unix_s=0.0, until_unix_s=math.inf)
         watch = self._router.decisions.watch(wanted.matches)
         try:
             # Without this, metadata is sent with the first decision, and a client cannot know when the watch has begun.
@@ -241,8 +245,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
         """Return statistics of how the newest decisions that match ended."""
         if request.last > MAX_SUMMARIZED:
             await abort(context, field_status("last", f"at most {MAX_SUMMARIZED}"))
-        newest = self._router.decisions.newest(_filter(request.filter).matches)
-        found = list(itertools.islice(newest, request.last or DEFAULT_SUMMARIZED))
+        found = await self._newest(self._filter(request.filter), request.last or DEFAULT_SUMMARIZED)
         outcomes = OutcomeStats()
         async for logged in in_turns(found):
             outcomes.add(logged.decision, logged.outcome, logged.finished)
@@ -258,7 +261,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.ListSessionsResponse:
         """Return the most recently used sessions that match, with their owners."""
         size, after = await self._page(request, SessionPosition, context)
-        affinity, now = self._router.state.affinity, time.monotonic()
+        affinity, now, pool = self._router.state.affinity, time.monotonic(), self._pool(request.model)
         answer = fleet_pb2.ListSessionsResponse(
             total=len(affinity), time_to_live=duration(affinity.ttl_s), ended=affinity.ended_count
         )
@@ -270,7 +273,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
             if after is not None and not after.precedes(here):
                 continue
             if (
-                request.model in ("", model)
+                pool in ("", model)
                 and request.instance_id in ("", owner)
                 and (not request.text or request.text in _shown(session))
             ):
@@ -288,7 +291,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
 
     async def _count_turns(self, names: list[tuple[str, str]], answer: fleet_pb2.ListSessionsResponse) -> None:
         """Add the log's figures to the sessions of `answer`, which have these pools and names. Mutates `answer`."""
-        logged = list(self._router.decisions.newest(lambda _: True))
+        logged = self._router.decisions.all()
         if not logged:
             return
         answer.counted_since.CopyFrom(timestamp(logged[-1].unix_s))
@@ -347,6 +350,32 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
             await abort(context, not_found_status("decision", decision_id, message))
         return logged
 
+    def _filter(self, wire: fleet_pb2.DecisionFilter) -> DecisionFilter:
+        now = time.time()
+        return DecisionFilter(
+            session_id=wire.session_id,
+            instance_id=wire.instance_id,
+            route_class=word(fleet_pb2.RouteClass, wire.route_class),
+            reason=wire.reason,
+            request_id=wire.request_id,
+            outcome=word(fleet_pb2.DecisionOutcome, wire.outcome),
+            tenant=wire.tenant,
+            # Any name of the model, as in ListInstances.
+            model=self._pool(wire.model),
+            since_unix_s=now - wire.since.ToNanoseconds() / 1e9 if wire.HasField("since") else 0.0,
+            until_unix_s=now - wire.until.ToNanoseconds() / 1e9 if wire.HasField("until") else math.inf,
+        )
+
+    async def _newest(self, wanted: DecisionFilter, most: int, before: int | None = None) -> list[LoggedDecision]:
+        """Return the newest decisions that match, `most` at most, newest first; with `before`, those with a smaller `number`."""
+        found: list[LoggedDecision] = []
+        async for logged in in_turns(self._router.decisions.all()):
+            if (before is None or logged.number < before) and wanted.matches(logged):
+                found.append(logged)
+                if len(found) == most:
+                    break
+        return found
+
     async def _policy(self, wire: fleet_pb2.Policy, context: Any) -> Policy:
         try:
             return make_policy(wire.name, operator_messages.policy_settings(wire.settings), self._router.policies)
@@ -356,19 +385,3 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
 
 def _shown(session: str) -> str:
     return "/".join(tenant_and_id(session))
-
-
-def _filter(wire: fleet_pb2.DecisionFilter) -> DecisionFilter:
-    now = time.time()
-    return DecisionFilter(
-        session_id=wire.session_id,
-        instance_id=wire.instance_id,
-        route_class=word(fleet_pb2.RouteClass, wire.route_class),
-        reason=wire.reason,
-        request_id=wire.request_id,
-        outcome=word(fleet_pb2.DecisionOutcome, wire.outcome),
-        tenant=wire.tenant,
-        model=wire.model,
-        since_unix_s=now - wire.since.ToNanoseconds() / 1e9 if wire.HasField("since") else 0.0,
-        until_unix_s=now - wire.until.ToNanoseconds() / 1e9 if wire.HasField("until") else math.inf,
-    )

@@ -22,7 +22,10 @@ from pointsman_router.core.history.rows import (
 from pointsman_router.io.convert.times import duration, timestamp
 from pointsman_router.io.rpc.errors import abort, field_status
 from pointsman_router.io.rpc.paged_lists import PagedLists, in_turns
-from pointsman_router.io.rpc.pages import MAX_PAGE
+from pointsman_router.io.rpc.pages import MAX_PAGE, MAX_PAGE_BYTES
+
+# Maximum number of pools of a page. All series of one take 9 kB.
+MAX_POOLS_PAGE = MAX_PAGE_BYTES // 9_000
 
 Series = tuple[fleet_pb2.PoolMeasure.ValueType, PoolMeasure]
 
@@ -35,6 +38,7 @@ class HistoryLists(PagedLists):
     ) -> fleet_pb2.ListPoolHistoriesResponse:
         """Return the pools' series ordered by model, and their total."""
         size, after = await self._page(request, str, context)
+        size = min(size, MAX_POOLS_PAGE)
         wanted = [(wire, await _pool_measure(wire, context)) for wire in sorted(set(request.measures))] or _ALL
         history, now = self._router.history, time.monotonic()
         rows = sorted_rows(history.pools, self._pool(request.model), after)

@@ -7,9 +7,18 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from google.protobuf.message import Message
+
 from pointsman_router.io.router import Router
 from pointsman_router.io.rpc.errors import abort, field_status, page_token_status
-from pointsman_router.io.rpc.pages import DEFAULT_PAGE, InvalidPageToken, page_size, position_of, token_after
+from pointsman_router.io.rpc.pages import (
+    DEFAULT_PAGE,
+    MAX_PAGE_BYTES,
+    InvalidPageToken,
+    page_size,
+    position_of,
+    token_after,
+)
 
 # Longest time that building a response may block the event loop at once, s.
 TURN_S = 0.001
@@ -18,6 +27,7 @@ PAUSE_S = 0.003
 
 T = TypeVar("T")
 P = TypeVar("P")
+M = TypeVar("M", bound=Message)
 
 
 class PagedLists:
@@ -55,3 +65,18 @@ async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
         if time.perf_counter() > until:
             await asyncio.sleep(PAUSE_S)
             until = time.perf_counter() + TURN_S
+
+
+async def messages_of(found: Iterable[T], make: Callable[[T], M | None]) -> tuple[list[M], int]:
+    """Return the messages that `make` makes of `found` (None: none), in turns, up to about MAX_PAGE_BYTES, and of how many they
+    are."""
+    messages: list[M] = []
+    entries = page_bytes = 0
+    async for one in in_turns(found):
+        if page_bytes >= MAX_PAGE_BYTES:
+            break
+        entries += 1
+        if (message := make(one)) is not None:
+            messages.append(message)
+            page_bytes += message.ByteSize()
+    return messages, entries

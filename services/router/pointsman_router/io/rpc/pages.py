@@ -13,6 +13,8 @@ P = TypeVar("P")
 
 DEFAULT_PAGE = 50
 MAX_PAGE = 1_000
+# Size above which a page ends early, bytes. By default gRPC's clients take messages of at most 4 MiB.
+MAX_PAGE_BYTES = 3_000_000
 
 
 class InvalidPageToken(ValueError):

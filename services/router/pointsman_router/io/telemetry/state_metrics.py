@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sized
+from typing import cast
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from pointsman_common.core.key_report_types import Tier
 from pointsman_router.core.analysis.pool_backlog import PoolBacklogs
-from pointsman_router.core.instances.instance_registry import RIVAL_SHOWN_S, InstanceRecord
+from pointsman_router.core.instances.instance_registry import RIVAL_SHOWN_S, InstanceRecord, InstanceRegistry
 from pointsman_router.core.instances.kv_refusals import refused_senders
 from pointsman_router.core.placement_types import InstanceState
 from pointsman_router.core.priority import Priority
@@ -115,10 +117,13 @@ class StateCollector(Collector):
         )
         instances = GaugeMetricFamily(f"{NAME}instances", "Instances by state", labels=["model", "state"])
         counts = Counter((record.info.model, record.state) for record in state.instances.records())
-        for model in sorted({model for model, _ in counts}):
-            owned.add_metric([model], float(state.owned.owns(model)))
+        models, queue = {model for model, _ in counts}, state.held_requests.queue
+        # Requests also wait for a pool whose last instance has left.
+        for model in sorted(models.union(queue.pools())):
             for priority in Priority:
-                held.add_metric([model, priority], state.held_requests.queue.count(model, priority))
+                held.add_metric([model, priority], queue.count(model, priority))
+        for model in sorted(models):
+            owned.add_metric([model], float(state.owned.owns(model)))
             for health in InstanceState:
                 instances.add_metric([model, health], counts[model, health])
         yield from (owned, held, instances)
@@ -210,15 +215,18 @@ class StateCollector(Collector):
         return family
 
     def _instances(self) -> Iterator[Metric]:
-        state, now, records = self._state, self._clock(), self._state.instances.records()
+        state = self._state
 
         prediction_audit_failures = CounterMetricFamily(
             f"{NAME}prediction_audit_failures",
             "Times that an instance failed the prediction audit: persistently fewer cached tokens than predicted",
             labels=["instance"],
         )
-        for record in records:
-            prediction_audit_failures.add_metric([record.info.instance_id], record.audit_failures)
+        prediction_audit_failures.samples = _later(
+            prediction_audit_failures.name + "_total",
+            state.instances,
+            lambda record: ({"instance": record.info.instance_id}, record.audit_failures),
+        )
         yield prediction_audit_failures
 
         lives = GaugeMetricFamily(
@@ -227,20 +235,26 @@ class StateCollector(Collector):
             "its agent (unhealthy) or without one (no_agent)",
             labels=["instance", "life", "reason"],
         )
-        for record in records:
-            lives.add_metric([record.info.instance_id, *life_words(record)], 1.0)
+
+        def life(record: InstanceRecord) -> tuple[dict[str, str], float]:
+            word, reason = life_words(record)
+            return {"instance": record.info.instance_id, "life": word, "reason": reason}, 1.0
+
+        lives.samples = _later(lives.name, state.instances, life)
         yield lives
 
         def family(name: str, documentation: str, value: Callable[[InstanceRecord, str], float | None]) -> Metric:
             metric = GaugeMetricFamily(NAME + name, documentation, labels=["instance"])
-            for record in records:
-                instance = record.info.instance_id
-                if (figure := value(record, instance)) is not None:
-                    metric.add_metric([instance], figure)
+
+            def sample(record: InstanceRecord) -> tuple[dict[str, str], float] | None:
+                figure = value(record, record.info.instance_id)
+                return None if figure is None else ({"instance": record.info.instance_id}, figure)
+
+            metric.samples = _later(metric.name, state.instances, sample)
             return metric
 
         counters = state.reservations.counters
-        refused = refused_senders(record.info for record in records)
+        refused = refused_senders(record.info for record in state.instances.records())
         yield family(
             "open_requests",
             "Open requests; each sequence of a request counts",
@@ -274,7 +288,9 @@ class StateCollector(Collector):
             lambda _, instance: len(refused.get(instance, ())),
         )
         yield family(
-            "report_age_seconds", "Time since the agent's last message", lambda record, _: now - record.heard_at
+            "report_age_seconds",
+            "Time since the agent's last message",
+            lambda record, _: self._clock() - record.heard_at,
         )
         yield family("running_requests", "Requests that the engine runs", lambda record, _: _of(record, "running"))
         yield family("waiting_requests", "Requests in the engine's queue", lambda record, _: _of(record, "waiting"))
@@ -288,6 +304,35 @@ class StateCollector(Collector):
                 None if record.load is None else len({"running", "waiting", "kv_usage"} & {*record.load.unknown})
             ),
         )
+
+
+class _Samples:
+    """An iterable of samples of instances that are read only while somebody iterates over them: those of a thousand instances,
+    read at once, would block the event loop for up to 10 ms in each family. Instances that leave meanwhile are left out."""
+
+    def __init__(
+        self,
+        name: str,
+        instances: InstanceRegistry,
+        read: Callable[[InstanceRecord], tuple[dict[str, str], float] | None],
+    ) -> None:
+        self._name = name
+        self._instances = instances
+        self._read = read
+
+    def __iter__(self) -> Iterator[Sample]:
+        for record in self._instances.records():
+            known = self._instances.get(record.info.instance_id) is record
+            if known and (read := self._read(record)) is not None:
+                yield Sample(self._name, *read)
+
+
+def _later(
+    name: str, instances: InstanceRegistry, read: Callable[[InstanceRecord], tuple[dict[str, str], float] | None]
+) -> list[Sample]:
+    """Return the samples called `name` of all instances, made by `read` (labels and value; None: none) while they are iterated
+    over."""
+    return cast(list[Sample], _Samples(name, instances, read))
 
 
 def life_words(record: InstanceRecord) -> tuple[str, str]:

@@ -41,8 +41,8 @@ export const age = (s) => (s >= 0 && s < 10 ? `${s.toFixed(1)} s` : span(s));
 export function figure(value) {
   if (value === undefined || value === null) return NONE;
   if (typeof value !== "number") return String(value);
-  if (Number.isInteger(value) || Math.abs(value) >= 100000) return grouped.format(value);
-  return value.toPrecision(Math.abs(value) >= 1 ? 6 : 4).replace(/\.?0+$/, "");
+  const rounded = Number(value.toPrecision(Math.abs(value) >= 1 ? 6 : 4));
+  return Number.isInteger(value) || Math.abs(rounded) >= 100000 ? grouped.format(value) : String(rounded);
 }
 
 export function signed(value) {

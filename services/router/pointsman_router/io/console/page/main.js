@@ -47,7 +47,7 @@ const app = {
     const whole = await app.call(method);
     for (let token = whole.nextPageToken; token;) {
       const page = await app.call(method, { pageToken: token });
-      whole[entries].push(...(page[entries] ?? []));
+      (whole[entries] ??= []).push(...(page[entries] ?? []));
       token = page.nextPageToken;
     }
     return whole;
