@@ -290,6 +290,26 @@ def test_a_token_file_of_other_lines_is_refused_and_not_shown(text: str, tmp_pat
     assert "secret" not in str(refused.value)
 
 
+def test_a_secret_of_a_variable_loses_its_newline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POINTSMAN_AGENT_TOKEN", "  from-env\n")
+    assert Tokens().of("agent") == "from-env"
+
+
+@pytest.mark.parametrize(("text", "why"), [(" \n", "blank"), ("sec\nret", "no header"), ("secret\u00e9", "no header")])
+def test_a_secret_that_no_header_can_have_is_refused_and_not_shown(
+    text: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POINTSMAN_AGENT_TOKEN", text)
+    with pytest.raises(ValueError, match=why) as refused:
+        Tokens.from_environment()
+    assert "sec" not in str(refused.value).replace("secret, or do not set", "")
+    monkeypatch.delenv("POINTSMAN_AGENT_TOKEN")
+    if text.strip() and "\n" not in text:
+        (tmp_path / "agent").write_text(text)
+        with pytest.raises(ValueError, match=f"agent: .*{why}"):
+            Tokens(token_dir=tmp_path).of("agent")
+
+
 def test_what_must_be_given_is_named_as_a_flag_with_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     class GivenSettings(BaseSettings):
         model_config = SettingsConfigDict(env_prefix="POINTSMAN_GIVEN_")

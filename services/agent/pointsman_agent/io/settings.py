@@ -9,7 +9,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pointsman_agent.core.engine_address import parse_engine_address
 from pointsman_agent.core.engine_service import parse_engine_service
-from pointsman_common.io.settings import Entries, OptionalHostPort, Targets
+from pointsman_common.io.settings import Entries, OptionalHostPort, Secret, Targets
 
 
 class AgentSettings(BaseSettings):
@@ -53,7 +53,7 @@ class AgentSettings(BaseSettings):
         description="ZMQ address to bind for step loads, which engines with Pointsman's connector package push at their steps "
         "(ipc:///run/pointsman/loads, tcp://127.0.0.1:9108); empty: loads only from /metrics",
     )
-    engine_api_key: SecretStr = Field(SecretStr(""), description="API key for engines that are started with --api-key")
+    engine_api_key: Secret = Field(SecretStr(""), description="API key for engines that are started with --api-key")
     engine_ca: Path | None = Field(
         None,
         description="certificates (PEM) of the authorities trusted for HTTPS engines; default: the system's",

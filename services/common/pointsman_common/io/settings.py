@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 from urllib.parse import urlsplit
 
 import typer
@@ -67,6 +67,20 @@ def _targets(value: list[str]) -> list[str]:
     return value
 
 
+def _sendable(secret: str) -> str:
+    """Return a secret without the blanks around it, such as the line feed at the end of a file. Raises ValueError, without the
+    secret, if nothing is left or no header can have it: both would open a server, or fail at each call."""
+    stripped = secret.strip()
+    if secret and not stripped:
+        raise ValueError("it is set, but blank: give a secret, or do not set it")
+    if not (stripped.isascii() and stripped.isprintable()):
+        raise ValueError("it has a character that no header can have: use printable ASCII")
+    return stripped
+
+
+# A secret that is sent in a header; empty: none.
+Secret = Annotated[SecretStr, AfterValidator(lambda value: SecretStr(_sendable(value.get_secret_value())))]
+
 # A list is written as entries separated by blanks, in a variable and in a flag; a flag may also be repeated. Commas do not
 # separate, because URLs contain them.
 Entries = Annotated[list[str], NoDecode, BeforeValidator(_entries)]
@@ -88,10 +102,10 @@ class Tokens(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_")
 
-    agent_token: SecretStr = Field(SecretStr(""), description="token that agents send to routers")
-    gateway_token: SecretStr = Field(SecretStr(""), description="token that gateways send to routers")
-    operator_token: SecretStr = Field(SecretStr(""), description="token that operators send to routers")
-    observer_token: SecretStr = Field(
+    agent_token: Secret = Field(SecretStr(""), description="token that agents send to routers")
+    gateway_token: Secret = Field(SecretStr(""), description="token that gateways send to routers")
+    operator_token: Secret = Field(SecretStr(""), description="token that operators send to routers")
+    observer_token: Secret = Field(
         SecretStr(""),
         description="token that shadows, and commands without an operator token, send to routers; allows queries only",
     )
@@ -103,10 +117,14 @@ class Tokens(BaseSettings):
 
     @classmethod
     def from_environment(cls) -> Tokens:
-        """Return the tokens for a program that has not called load_settings. Raises ValueError if token_dir is empty."""
+        """Return the tokens for a program that has not called load_settings. Raises ValueError if token_dir is empty, or for a
+        token that no header can have."""
         for field in empty_paths(cls):
             raise ValueError(f"{holder_of(cls, field)}: {EMPTY_PATH}")
-        return cls()
+        try:
+            return cls()
+        except ValidationError as invalid:
+            raise ValueError(_invalid(cls, invalid.errors(include_input=False)[0], {})) from None
 
     def reader(self, role: str) -> RoleTokens:
         """Return a reader of the tokens of `role` (agent, gateway, operator or observer), which follows changes of the file.
@@ -170,7 +188,10 @@ def _read_tokens(file: Path) -> tuple[str, ...]:
         raise ValueError(
             f"{file}: one token is needed, or during a rotation two, one a line; it has {len(found)} lines"
         )
-    return found
+    try:
+        return tuple(map(_sendable, found))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def by_name(pairs: list[str]) -> dict[str, str]:
@@ -276,17 +297,21 @@ def load_settings(command: str, settings: type[S], **given: Any) -> S:
         typer.echo(f"{command}: {holder}: {EMPTY_PATH}", err=True)
     if empty:
         raise typer.Exit(2)
-    try:
-        return settings(**given)
-    except ValidationError as invalid:
-        for error in invalid.errors(include_url=False, include_input=False):
-            typer.echo(f"{command}: {_invalid(settings, error, given)}", err=True)
-        raise typer.Exit(2) from None
-    except SettingsError as unreadable:
-        field = unreadable_field(unreadable)
-        message = f"{holder_of(settings, field)}: no JSON text" if field else unreadable
-        typer.echo(f"{command}: {message}", err=True)
-        raise typer.Exit(2) from None
+    kinds: list[type[BaseSettings]] = [*all_kinds, settings]
+    for kind in kinds:
+        flags = given if kind is settings else {}
+        try:
+            loaded = kind(**flags)
+        except ValidationError as invalid:
+            for error in invalid.errors(include_url=False, include_input=False):
+                typer.echo(f"{command}: {_invalid(kind, error, flags)}", err=True)
+            raise typer.Exit(2) from None
+        except SettingsError as unreadable:
+            field = unreadable_field(unreadable)
+            message = f"{holder_of(kind, field)}: no JSON text" if field else unreadable
+            typer.echo(f"{command}: {message}", err=True)
+            raise typer.Exit(2) from None
+    return cast(S, loaded)
 
 
 def empty_paths(settings: type[BaseSettings], given: Mapping[str, Any] | None = None) -> Iterator[str]:

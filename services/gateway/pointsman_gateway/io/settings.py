@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, SecretStr, field_validator, model_va
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pointsman_common.core.addresses import parse_address
+from pointsman_common.io import settings as common
 from pointsman_common.io.settings import Entries, HostPort, OptionalHostPort, OtlpEndpoint, Pairs, Targets, by_name
 from pointsman_gateway.core.cors import ORIGIN
 from pointsman_gateway.core.request.request_events import RequestTimeouts
@@ -89,7 +90,9 @@ class GatewaySettings(BaseSettings):
         "[cache_salt=TEXT] [priority=batch|standard|interactive] [weight=N] [silence_s=N], read again when it changes; without "
         "keys every client may call",
     )
-    engine_api_key: SecretStr = Field(SecretStr(""), description="API key of engines that are started with --api-key")
+    engine_api_key: common.Secret = Field(
+        SecretStr(""), description="API key of engines that are started with --api-key"
+    )
     engine_ca: Path | None = Field(
         None,
         description="CA certificates (PEM) that HTTPS engines' certificates are verified with; empty: the system's",

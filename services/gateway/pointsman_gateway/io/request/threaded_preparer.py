@@ -47,8 +47,7 @@ class ThreadedPreparer:
 
     A large body's values and its prompt may take many times its bytes. So there are only as many at once as there are threads
     that tokenise: the caller decodes a body by decode_light(), and takes one of the `large_turns` if it is not light, from before
-    it is parsed until it is prepared.
-    """
+    it is parsed until it is prepared."""
 
     def __init__(self, telemetry: GatewayMetrics, token_cache: TokenCache, *, agent_headers: bool = True) -> None:
         self._telemetry = telemetry
