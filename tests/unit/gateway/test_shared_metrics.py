@@ -12,12 +12,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pointsman_common.io import metrics_page
 from pointsman_common.io.metrics_page import PIECE, Piece, pieces
-from pointsman_common.io.metrics_snapshot import encoded
+from pointsman_common.io.metrics_snapshot import InheritedCounters, encoded
 from pointsman_gateway.core.request_usage import RequestUsage
 from pointsman_gateway.core.tokens.token_cache import TokenCache
 from pointsman_gateway.io.processes import sibling_processes
 from pointsman_gateway.io.processes.sibling_processes import SiblingProcesses, merged
-from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
+from pointsman_gateway.io.telemetry.metrics import GONE_MODEL_S, GatewayMetrics
 
 
 async def snapshot(registry: CollectorRegistry) -> list[bytes]:
@@ -152,3 +152,45 @@ async def test_counters_do_not_fall_when_a_process_is_replaced(tmp_path: Path, m
         assert await figures() == [7 + 3 * count, 7 + 3 * count, 5, 2]
     await asked.close()
     await dies.close()
+
+
+async def test_counters_of_models_that_left_end_with_those_of_the_live_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_page, "PERIOD_S", 0.0)
+    now = 0.0
+
+    def clock() -> float:
+        return now
+
+    def telemetry() -> GatewayMetrics:
+        made = GatewayMetrics(TokenCache(1 << 20), clock)
+        made.keep_models(["m", "stays"])
+        made.used("t", "m", RequestUsage(prompt_tokens=600, completion_tokens=1))
+        made.used("t", "stays", RequestUsage(prompt_tokens=7, completion_tokens=1))
+        return made
+
+    def process() -> SiblingProcesses:
+        made = SiblingProcesses(tmp_path, 0, 1)
+        made._inherited = InheritedCounters("pointsman_gateway_prompt_tokens_mismatch", GONE_MODEL_S, clock)
+        return made
+
+    async def prompt_tokens(of: SiblingProcesses) -> dict[str, float]:
+        families = text_string_to_metric_families((await of.page()).decode())
+        samples = [sample for family in families for sample in family.samples]
+        name = "pointsman_gateway_tenant_prompt_tokens_total"
+        return {sample.labels["model"]: sample.value for sample in samples if sample.name == name}
+
+    dies = process()
+    await dies.start(telemetry().registry)
+    assert await prompt_tokens(dies) == {"m": 600, "stays": 7}
+    await dies.close()
+    lives, metrics = process(), telemetry()
+    await lives.start(metrics.registry)
+    assert await prompt_tokens(lives) == {"m": 1_200, "stays": 14}
+    metrics.keep_models(["stays"])
+    now += GONE_MODEL_S - 1
+    assert await prompt_tokens(lives) == {"m": 1_200, "stays": 14}
+    now += 2
+    assert await prompt_tokens(lives) == {"stays": 14}
+    await lives.close()

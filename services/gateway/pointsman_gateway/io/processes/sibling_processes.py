@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 
 from pointsman_common.io.metrics_page import PacedPage, Piece, pieces, written
-from pointsman_common.io.metrics_snapshot import counters_in, encoded, keep, summed
+from pointsman_common.io.metrics_snapshot import InheritedCounters, counters_in, encoded, keep, summed
+from pointsman_gateway.io.telemetry.metrics import GONE_MODEL_S
 
 # Timeout of the request for a sibling's metrics, s. A page waits for a sibling that hangs, and readers wait for 10 s or more.
 ASK_S = 4.0
@@ -40,7 +41,7 @@ class SiblingProcesses:
         self.count = count
         self._folder = folder
         self._server: asyncio.Server | None = None
-        self._inherited: list[bytes] = []  # counters of the processes that this one replaces
+        self._inherited = InheritedCounters("pointsman_gateway_prompt_tokens_mismatch", GONE_MODEL_S)
 
     @property
     def limits_file(self) -> Path:
@@ -49,8 +50,7 @@ class SiblingProcesses:
 
     async def start(self, registry: CollectorRegistry) -> None:
         """Tell the siblings the metrics of `registry`, with the counters of the process that this one replaces."""
-        kept = await asyncio.to_thread(counters_in, self._kept(self.number))
-        self._inherited = await encoded(summed([kept]))
+        await self._inherited.read(self._kept(self.number))
         metrics = PacedPage(lambda: self._snapshot(registry))
 
         async def tell(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -85,8 +85,8 @@ class SiblingProcesses:
     def _kept(self, number: int) -> Path:
         return self._folder / f"{number}.told"
 
-    async def _snapshot(self, registry: CollectorRegistry) -> list[bytes]:
-        found = [*await encoded(pieces(registry.collect())), *self._inherited]
+    async def _snapshot(self, registry: CollectorRegistry) -> Sequence[bytes]:
+        found = await self._inherited.with_own(await encoded(pieces(registry.collect())), _LEAST)
         await asyncio.to_thread(keep, self._kept(self.number), found)
         return found
 
@@ -109,7 +109,7 @@ async def merged(snapshots: list[list[bytes]], counters: Sequence[list[bytes]] =
     """Return the metrics of several processes as one page, with the counters of others that do not answer. Values are summed;
     metrics of _LEAST take the minimum. The event loop runs other tasks between two pieces of it."""
     count = GaugeMetricFamily(
-        "pointsman_gateway_processes", "Gateway processes included in these metrics", len(snapshots)
+        "pointsman_gateway_processes", "Gateway processes that answered for these metrics", len(snapshots)
     )
 
     async def found() -> AsyncIterator[Piece]:
