@@ -60,6 +60,7 @@ def test_the_upstream_that_answered(text: str, upstream: str) -> None:
         (b'{"time": 1.0, "duration_s": -1}', "duration_s"),
         (b'{"time": 1.0, "duration_s": 2}', "duration_s"),
         (b'{"time": 1.0, "status": "nan"}', "status"),
+        (b'{"time": 1.0, "status": 1' + b"0" * 400 + b"}", "status"),
         (b'{"time": 1.0, "status": "inf"}', "status"),
         (b'{"time": 1.0, "prompt_token_ids": [1]}', "model"),
         (b'{"time": 1.0, "prompt_token_ids": "x"}', "prompt_token_ids"),

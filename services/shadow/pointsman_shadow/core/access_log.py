@@ -150,7 +150,7 @@ def _number(name: str, value: float | int | str) -> float | None:
         return None
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # no number, or an integer that no float holds
         number = math.nan
     if not math.isfinite(number):
         raise LineError(f"{name}: {value!r} is not a number")
