@@ -180,6 +180,19 @@ def test_a_price_that_keeps_all_from_fetching_is_forgotten() -> None:
     assert fetches.price("m", 100_000) == prior
 
 
+def test_a_price_is_kept_while_fetches_end_of_which_nothing_is_learned() -> None:
+    fetches = Fetches()
+    prior = fetches.price("m", 100_000)
+    for number in range(LoadPriceFit.TRUSTED_AFTER):
+        fetched(fetches, f"r{number}", 0.5, 100.0 * number)
+    learned = fetches.price("m", 100_000)
+    begun = FORGET_S / 2
+    fetches.opened("r", "m", "a", "b", KEYS, 4_096, 4_096, learned, begun, behind=True)
+    fetches.done("r", "b", begun + 60.0)
+    fetches.expire(begun + FORGET_S)
+    assert fetches.price("m", 100_000) == learned != prior
+
+
 def test_behind_a_prefill_only_a_fast_fetch_says_something() -> None:
     fetches = Fetches()
     price = fetches.price("m", 100_000)

@@ -58,8 +58,8 @@ class Fetches:
         self._fits: dict[str, LoadPriceFit] = {}
         # Pool -> share of what a source sends to others that a fetch waits for; nothing before it was observed.
         self._shares: dict[str, float] = {}
-        # Pool -> when a fetch was last learned from, s.
-        self._learned_at: dict[str, float] = {}
+        # Pool of which something was learned -> when a fetch last ended there, s.
+        self._fetched_at: dict[str, float] = {}
         # Source -> until when it is none, s.
         self._failed: dict[str, float] = {}
 
@@ -133,9 +133,11 @@ class Fetches:
         self._failed.pop(fetch.source, None)
         seconds = now - fetch.begun_at
         # Behind prefills it took longer than the transfer, so it says something only if it was faster than expected.
-        if fetch.behind and seconds >= fetch.expected_s:
+        learns = not fetch.behind or seconds < fetch.expected_s
+        if learns or fetch.pool in self._fetched_at:
+            self._fetched_at[fetch.pool] = now
+        if not learns:
             return
-        self._learned_at[fetch.pool] = now
         if not fetch.ahead:
             self._fits.setdefault(fetch.pool, LoadPriceFit()).learn(instance_id, fetch.tokens, seconds)
         # By a price at which tokens take no time, nothing can be told of how many it waited for.
@@ -162,12 +164,12 @@ class Fetches:
         """Drop failures, and what was learned of pools, that no longer count. Mutates."""
         if self._failed:
             self._failed = {name: until for name, until in self._failed.items() if until > now}
-        for pool in [pool for pool, at in self._learned_at.items() if at + FORGET_S <= now]:
+        for pool in [pool for pool, at in self._fetched_at.items() if at + FORGET_S <= now]:
             self.forget_pool(pool)
 
     def forget_pool(self, pool: str) -> None:
         """Drop what was learned of a pool that has been gone for long, or has had no fetch for long. Mutates."""
-        self._learned_at.pop(pool, None)
+        self._fetched_at.pop(pool, None)
         self._fits.pop(pool, None)
         self._shares.pop(pool, None)
 
