@@ -67,8 +67,8 @@ def reachable_routers(router: str) -> Routers:
 
 def instances_of(router: str, model: str = "") -> tuple[fleet_pb2.ListInstancesResponse, list[str]]:
     """Return the instances as reported by the owners of their pools, and one message for each owner that does not answer. Only an
-    owner knows a pool's requests and sessions, and it may know instances whose agents do not reach `router`. Raises grpc.RpcError
-    if `router` does not answer."""
+    owner knows a pool's requests and sessions, and it may know instances whose agents do not reach `router`; a pool of which
+    `router` knows no instance is not asked for. Raises grpc.RpcError if `router` does not answer."""
     routers = routers_of(router)
     silent: list[str] = []
     answer = _list_instances(router, model)

@@ -98,7 +98,7 @@ def url_of(text: str) -> str:
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or True)
     except ValueError:  # a port that is none, or brackets without an IPv6 address
         usable = False
-    if not usable or " " in url or not url.isprintable():
+    if not usable or " " in url or not (url.isascii() and url.isprintable()):
         raise typer.BadParameter(f"{printable(text)}: HOST:PORT, or an http or https URL, is needed")
     return url
 

@@ -74,6 +74,9 @@ def test_every_command_takes_the_same_forms(command: list[str], tmp_path: Path) 
 def test_a_gateway_is_a_url_or_an_address() -> None:
     given = ["127.0.0.1:8080", "https://g/", "https://g/v1", "https://g/proxied/v1/"]
     assert list(map(url_of, given)) == ["http://127.0.0.1:8080", "https://g", "https://g", "https://g/proxied"]
+    for wrong in ("http://h/\u00fc", "h:x", "http://h/a b"):
+        with pytest.raises(typer.BadParameter):
+            url_of(wrong)
 
 
 @pytest.mark.parametrize("listens", [False, True])

@@ -1274,7 +1274,7 @@ class Decision(_message.Message):
     session_owner: _builtins.str
     """Id of the instance that owned the session before the decision. Empty if there was none."""
     other_instances: _builtins.int
-    """Number of instances of the pool that the decision did not consider."""
+    """Number of further instances of the pool that get requests, which the decision did not consider."""
     runner_up: _builtins.str
     """Id of the second best instance. Empty if there was none."""
     margin: _builtins.float

@@ -34,7 +34,8 @@ class Unified(Policy):
     ongoing_decode: input tokens of answers past their first token. An overloaded owner with the whole prompt cached and
     nothing pending has a score of about 0, however many requests multiply it. Without the ceiling such an owner would fail rule
     1 and be chosen again by rule 2. The ceiling's mean excludes the instance itself, since otherwise neither of two instances
-    could ever be over twice the mean. With a factor of at least 1 the least loaded instance is never skipped.
+    could ever be over twice the mean. With a factor of at least 1 the least loaded instance is never skipped, unless the sums of
+    instances left out skip all: then they do not count.
 
     Reasons: `session_affinity` (1), `least_load_x_work` (2), `ceiling_changed_choice` (2, and the ceiling changed the choice).
     Source: the reference system's unified policy with its revisions A (factor 1.3) and B' (weight 0.01 and the max). The
