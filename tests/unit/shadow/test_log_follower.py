@@ -62,6 +62,30 @@ async def test_lines_for_the_old_file_after_its_rotation_are_read_first(
         await lines.aclose()
 
 
+async def test_a_replaced_file_that_somebody_still_writes_is_left_after_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_follower, "REPLACED_S", 0.0, raising=False)
+    log = tmp_path / "log"
+    with log.open("wb", buffering=0) as old:
+        replaced = log_follower._replaced
+
+        def noticed(file: Any, path: Path) -> bool:
+            old.write(b"old\n")
+            return replaced(file, path)
+
+        monkeypatch.setattr(log_follower, "_replaced", noticed)
+        lines: Any = follow(log)
+        waiting = asyncio.ensure_future(anext(lines))
+        await asyncio.sleep(0.05)
+        log.rename(tmp_path / "log.1")
+        log.write_bytes(b"in a new file\n")
+        async with asyncio.timeout(10):
+            while await waiting != b"in a new file":
+                waiting = asyncio.ensure_future(anext(lines))
+        await lines.aclose()
+
+
 async def test_a_log_that_is_not_there_yet_is_read_from_its_beginning(tmp_path: Path) -> None:
     lines: Any = follow(tmp_path / "log")
     waiting = asyncio.ensure_future(anext(lines))
