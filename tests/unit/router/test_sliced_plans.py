@@ -286,6 +286,17 @@ def test_a_new_owner_lets_the_request_ask_anew_or_ends_a_failed_plan_by_one_serv
     assert len(made.reservations) == 0
 
 
+def test_a_new_owner_counts_no_progress_before_it_knew_of_a_prefill() -> None:
+    made = router()
+    made.handle(ev.PoolTaken("m", (Reservation("r", "g", "a", "one-7", 1_030, 1_030, pool="m"),)), 50.0)
+    made.handle(ev.GatewayHello("g", (ev.OpenStream(prompt(), "a", Phase.PREFILL, 0),)), 51.0)
+    answer = place(made, request("t", tokens=1_030), 52.0)
+    assert isinstance(answer, ev.Placed)
+    [busy] = [candidate for candidate in answer.decision.view.candidates if candidate.instance_id == "a"]
+    assert busy.prefill_backlog.advanced_at == 51.0
+    made.check_invariants()
+
+
 def test_a_new_owner_goes_on_from_what_is_computed() -> None:
     made = router()
     kept = Reservation("r", "g", "a", "one-7", 1_030, 256, pool="m")

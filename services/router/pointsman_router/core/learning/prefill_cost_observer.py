@@ -138,6 +138,14 @@ class PrefillObserver:
             watched.mixed = watched.number
         watched.opened[reservation.request_id] = now, watched.number
 
+    def announced(self, reservation: Reservation, now: float) -> None:
+        """Count progress only from `now` on if the instance's first prefill is this one, which another router has placed. Nothing
+        is learned from it. Mutates; O(1)."""
+        if reservation.pending_tokens:
+            watched = self._watched.setdefault(reservation.instance_id, _Watched())
+            if not self._has_others(reservation, watched):
+                watched.advanced_at = now
+
     def moved(self, instance_id: str, now: float) -> None:
         """Record that a prefill of the instance has progressed, by its events. Mutates."""
         if (watched := self._watched.get(instance_id)) is not None:

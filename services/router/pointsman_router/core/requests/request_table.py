@@ -235,6 +235,8 @@ class RequestTable:
             state.decision = None  # of another request that had this id
         state.announced = request if request is not None and request.movable and state.decision is None else None
         self._put(state, reservation, now)
+        if self._instances.get(reservation.instance_id) is not None:
+            self._prefill_observer.announced(reservation, now)
         if state.prompt is None or state.prompt.instance_id != reservation.instance_id:
             if state.prompt is not None:
                 self._prefix_knowledge.closed(state.prompt)
