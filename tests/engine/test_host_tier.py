@@ -277,18 +277,7 @@ REPEATED_LOOKUPS: dict[str, Any] = {
 
 # A step preempts its only request, waits for the copies of that one's blocks, and schedules nothing.
 LONE_PREEMPTION: dict[str, Any] = {
-    "config": {
-        "block_size": 16,
-        "kv_blocks": 12,
-        "host_blocks": 13,
-        "max_num_batched_tokens": 38,
-        "max_num_seqs": 1,
-        "scheduling_policy": "fcfs",
-        "host_s": 1.613,
-        "host_token_s": 0.00071,
-        "storage_s": 0.0171,
-        "storage_token_s": 0.00037,
-    },
+    "config": ABORTED_LOAD["config"] | {"host_blocks": 13, "max_num_batched_tokens": 38},
     "storage": False,
     "requests": {
         **{f"r{number}": {"prompt": [3] * 150, "max_tokens": 1, "priority": 0} for number in range(7)},
