@@ -152,16 +152,13 @@ class FleetWatcher:
 
     async def _newest(self) -> list[fleet_pb2.Decision]:
         """Return the newest decisions, which include those that the stream missed while it was down."""
-        found: list[fleet_pb2.Decision] = []
-        request = fleet_pb2.ListDecisionsRequest(page_size=PAGE)
-        # A page of large decisions ends early.
-        while len(found) < PAGE:
-            answer = await self._fleet.ListDecisions(request, timeout=CALL_S, metadata=self._metadata())
-            found += answer.decisions
-            if not answer.next_page_token:
-                break
-            request.page_token = answer.next_page_token
-        return found
+        answer = await whole_async(
+            lambda request: self._fleet.ListDecisions(request, timeout=CALL_S, metadata=self._metadata()),
+            fleet_pb2.ListDecisionsRequest(page_size=PAGE),
+            "decisions",
+            most=PAGE,
+        )
+        return list(answer.decisions)
 
 
 def _cache(first: fleet_pb2.InstanceStatus | None, last: fleet_pb2.InstanceStatus) -> dict[str, Any]:

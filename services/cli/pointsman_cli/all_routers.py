@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -216,18 +217,12 @@ def _maker(decision_id: str) -> str:
 
 
 def _pages_of_decisions(fleet: fleet_pb2_grpc.FleetServiceStub) -> Callable[..., fleet_pb2.ListDecisionsResponse]:
-    """Return ListDecisions with as many pages as `page_size` decisions take: a page may end before, for its size in bytes."""
+    """Return ListDecisions with as many pages as `page_size` decisions take."""
 
     def listed(request: fleet_pb2.ListDecisionsRequest, **how: Any) -> fleet_pb2.ListDecisionsResponse:
-        answer = fleet.ListDecisions(request, **how)
-        while answer.next_page_token and (left := request.page_size - len(answer.decisions)) > 0:
-            following = fleet_pb2.ListDecisionsRequest()
-            following.CopyFrom(request)
-            following.page_size, following.page_token = left, answer.next_page_token
-            page = fleet.ListDecisions(following, **how)
-            answer.decisions.extend(page.decisions)
-            answer.next_page_token = page.next_page_token
-        return answer
+        own = fleet_pb2.ListDecisionsRequest()  # the request is that to other routers, too
+        own.CopyFrom(request)
+        return whole(partial(fleet.ListDecisions, **how), own, "decisions", most=request.page_size)
 
     return listed
 
