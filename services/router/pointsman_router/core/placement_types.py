@@ -596,6 +596,12 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         return self.cached_tokens + self.kv_load.price_tokens
 
     @property
+    def in_one_step(self) -> bool:
+        """Whether one step has the whole request. A plan in slices begins with a PREFILL alone."""
+        steps = self.result.steps
+        return not self.previous_id and len(steps) == 1 and steps[0].kind is StepKind.SERVE
+
+    @property
     def instance_id(self) -> str:
         """The instance that answers, which is that of the last step; empty for a decision to hold."""
         return self.result.steps[-1].instance_id if self.result.steps else ""

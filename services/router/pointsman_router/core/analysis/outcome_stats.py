@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pointsman_router.core.events_and_effects import Finished
-from pointsman_router.core.placement_types import Decision, StepKind
+from pointsman_router.core.placement_types import Decision
 
 # Prefixes of the notes on plans that failed and ended as one SERVE without another instance's KV (placement_plans.py).
 FAILED_STEPS = ("prefill_failed:", "serve_failed:")
@@ -42,9 +42,7 @@ class OutcomeGroup:
         if finished is None:
             return
         # Of later parts of a plan the prediction has what earlier parts computed.
-        steps = decision.result.steps
-        one_step = len(steps) == 1 and steps[0].kind is StepKind.SERVE  # a plan in slices begins with a PREFILL alone
-        hits = None if decision.previous_id else finished.cache_hits(one_step=one_step)
+        hits = None if decision.previous_id else finished.cache_hits(one_step=decision.in_one_step)
         if hits is not None:
             self.reported += 1
             self.reported_input_tokens += decision.request.input_tokens

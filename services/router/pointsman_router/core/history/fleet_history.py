@@ -62,7 +62,7 @@ class FleetHistory:
         """Count a request that ended as `finished` says after `decision`. Mutates."""
         first_ms = (finished.timings_ms or {}).get("first_token")
         ttft_s = first_ms / 1e3 if first_ms else math.nan
-        hits = finished.cache_hits(one_step=not decision.previous_id and len(decision.result.steps) == 1)
+        hits = finished.cache_hits(one_step=decision.in_one_step)
         tokens = decision.request.input_tokens if hits is not None else 0
         cached = min(hits or 0, tokens)
         self.total.ended(ttft_s, tokens, cached, now)

@@ -219,8 +219,7 @@ class EventMetrics:
         self._outcomes[finished.outcome,].inc()
         if decision is None:
             return
-        one_step = not decision.previous_id and len(decision.result.steps) == 1
-        if (hits := finished.cache_hits(one_step=one_step)) is not None:
+        if (hits := finished.cache_hits(one_step=decision.in_one_step)) is not None:
             self._predicted.inc(max(decision.present_tokens - (finished.own_cached_tokens or 0), 0))
             self._reported.inc(hits)
         if decision.mode == "OFFLOAD":
