@@ -16,7 +16,7 @@ from pointsman_common.io import router_target
 from pointsman_common.io.auth import bearer
 from pointsman_common.io.channel import open_blocking_channel
 from pointsman_common.io.router_failures import NOTHING_LISTENS, meaning
-from pointsman_common.io.settings import Tokens
+from pointsman_common.io.settings import Tokens, sendable
 from pointsman_router.io.convert.times import MAX_DURATION_S
 
 DEFAULT_ROUTER = "127.0.0.1:50051"
@@ -104,12 +104,12 @@ def url_of(text: str) -> str:
 
 
 def key_of(name: str, text: str) -> str:
-    """Return a key for a header from the text of the variable or flag `name`; a text made of a file often ends with a line feed.
-    Ends the program with status 2 if no header can have it: the error of one that has it would show the key."""
-    key = text.strip()
-    if not (key.isascii() and key.isprintable()):
+    """Return a key for a header from the text of the variable or flag `name`. Ends the program with status 2 if no header can
+    have it."""
+    try:
+        return sendable(text)
+    except ValueError:
         fail(f"{name}: a key has printable ASCII only", UNUSABLE)
-    return key
 
 
 def seconds_of(given: float | None) -> float | None:

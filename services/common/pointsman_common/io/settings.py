@@ -67,19 +67,24 @@ def _targets(value: list[str]) -> list[str]:
     return value
 
 
-def _sendable(secret: str) -> str:
+def sendable(secret: str) -> str:
     """Return a secret without the blanks around it, such as the line feed at the end of a file. Raises ValueError, without the
-    secret, if nothing is left or no header can have it: both would open a server, or fail at each call."""
+    secret, if no header can have it: each call would fail, with an error that shows it."""
     stripped = secret.strip()
-    if secret and not stripped:
-        raise ValueError("it is set, but blank: give a secret, or do not set it")
     if not (stripped.isascii() and stripped.isprintable()):
         raise ValueError("it has a character that no header can have: use printable ASCII")
     return stripped
 
 
+def _secret(value: SecretStr) -> SecretStr:
+    given = value.get_secret_value()
+    if given and not given.strip():  # it would open a server
+        raise ValueError("it is set, but blank: give a secret, or do not set it")
+    return SecretStr(sendable(given))
+
+
 # A secret that is sent in a header; empty: none.
-Secret = Annotated[SecretStr, AfterValidator(lambda value: SecretStr(_sendable(value.get_secret_value())))]
+Secret = Annotated[SecretStr, AfterValidator(_secret)]
 
 # A list is written as entries separated by blanks, in a variable and in a flag; a flag may also be repeated. Commas do not
 # separate, because URLs contain them.
@@ -189,7 +194,7 @@ def _read_tokens(file: Path) -> tuple[str, ...]:
             f"{file}: one token is needed, or during a rotation two, one a line; it has {len(found)} lines"
         )
     try:
-        return tuple(map(_sendable, found))
+        return tuple(map(sendable, found))
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
 
