@@ -17,8 +17,10 @@ import structlog
 import typer
 from typer.testing import CliRunner
 
-from pointsman.router.v1 import placement_pb2
+from pointsman.agent.v1 import agent_pb2
+from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_cli import fleet_commands
+from pointsman_cli.instance_commands import WAIT_STEP_S
 from pointsman_lab.live.fleet_watch import FleetError, FleetWatcher
 from pointsman_router.io.main import RouterServer
 from tests.support.processes.process import free_port
@@ -115,6 +117,47 @@ async def test_an_instance_is_empty_only_if_the_owner_says_so(tmp_path: Path) ->
         await session.finish("p1")
         assert "0 requests open" in await routers.ask("drain", "a", "--move", "--wait", "30")
         assert "cannot be combined" in await routers.ask("drain", "a", "--resume", "--move", status=2)
+
+
+async def test_a_drain_ends_when_the_instance_leaves() -> None:
+    async with running() as (server, client):
+        report, session = Report(client), Session(client)
+        await report.join("a")
+        await session.hello()
+        await session.place("p1")
+        draining = asyncio.create_task(command("drain", "a", "--wait", "30", router=f"127.0.0.1:{server.port}"))
+        await _drained_and_seen(client)
+        await report.send(goodbye=agent_pb2.Goodbye(reason="stopped"))
+        assert (await draining).splitlines()[-1] == "a has left the fleet"
+
+
+async def test_a_drain_goes_on_while_the_router_restarts() -> None:
+    """The new process knows no instance at first, and does not say that it has left."""
+    listen = f"127.0.0.1:{free_port()}"
+    async with running(listen=listen) as (_, client):
+        session = Session(client)
+        await Report(client).join("a")
+        await session.hello()
+        await session.place("p1")
+        draining = asyncio.create_task(command("drain", "a", "--wait", "60", router=listen))
+        await _drained_and_seen(client)
+    await asyncio.sleep(2 * WAIT_STEP_S)
+    async with running(listen=listen) as (_, client):
+        await asyncio.sleep(2 * WAIT_STEP_S)
+        assert not draining.done()
+        await Report(client).join("a")
+        await client.fleet.Drain(fleet_pb2.DrainRequest(instance_id="a"))
+        assert (await draining).splitlines()[-1] == "a is DRAINING, 0 requests open"
+
+
+async def _drained_and_seen(client: Client) -> None:
+    """Wait until `drain a --wait` has had an answer after its order."""
+
+    async def drained() -> bool:
+        return (await client.instances())["a"].state == fleet_pb2.INSTANCE_STATE_DRAINING
+
+    await eventually(drained, "it is drained")
+    await asyncio.sleep(2 * WAIT_STEP_S)
 
 
 async def test_gateways_are_told_which_requests_leave_an_instance(tmp_path: Path) -> None:

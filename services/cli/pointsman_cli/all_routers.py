@@ -28,11 +28,18 @@ Method = Callable[[fleet_pb2_grpc.FleetServiceStub], Callable[..., T]]
 
 @dataclass(frozen=True)
 class Routers:
-    """The live routers of a fleet: their addresses by id, the owners' ids by pool, and the id of the router that was `asked`."""
+    """The live routers of a fleet: their addresses by id, the owners' ids by pool, the id of the router that was `asked`, and the
+    start times of their processes by id, ns, of those that tell it."""
 
     addresses: dict[str, str]
     owners: dict[str, str]
     asked: str
+    started_ns: dict[str, int]
+
+    def owner_of(self, pool: str) -> str:
+        """Return the id of the router that places a pool's requests; that of the asked one if no live router owns the pool."""
+        owner = self.owners.get(pool, self.asked)
+        return owner if owner in self.addresses else self.asked
 
     def silent(self, router_id: str, error: grpc.RpcError, missing: str) -> str:
         """Return a message that a router did not answer, and what is missing as a result."""
@@ -55,7 +62,12 @@ def routers_of(router: str) -> Routers:
     asked = answer.this_replica.router_id
     addresses = {replica.router_id: replica.address for replica in answer.replicas} | {asked: router}
     owners = {pool.model: pool.owner.router_id for pool in answer.pools if pool.HasField("owner")}
-    return Routers(addresses, owners, asked)
+    started_ns = {
+        replica.router_id: replica.start_time.ToNanoseconds()
+        for replica in answer.replicas
+        if replica.HasField("start_time")
+    }
+    return Routers(addresses, owners, asked, started_ns)
 
 
 def reachable_routers(router: str) -> Routers:
@@ -112,31 +124,22 @@ def pool_policies(router: str) -> dict[str, fleet_pb2.PoolPolicy]:
 def at_owner(router: str, status: fleet_pb2.InstanceStatus) -> fleet_pb2.InstanceStatus:
     """Return `status`, which `router` reported, with the number of requests from the owner of its pool. Mutates `status`.
 
-    Warns on stderr if the owner does not answer.
+    Warns on stderr if the owner does not answer; ends the program if `router` does not.
     """
-    owners = owners_status(router, status)
-    if owners is not None:
-        status.num_requests = owners.num_requests
+    routers = reachable_routers(router)
+    owner = routers.owner_of(status.instance.model)
+    if owner != routers.asked:
+        try:
+            status.num_requests = instance_at(routers.addresses[owner], status.instance.instance_id).num_requests
+        except grpc.RpcError as error:
+            routers.warn(owner, error, "its requests there are not counted")
     return status
 
 
-def owners_status(router: str, status: fleet_pb2.InstanceStatus) -> fleet_pb2.InstanceStatus | None:
-    """Return an instance as the owner of its pool sees it; None, with a warning on stderr, if the owner does not answer.
-    `status`: the instance as `router` has just reported it."""
-    routers = reachable_routers(router)
-    owner = routers.owners.get(status.instance.model, routers.asked)
-    if owner == routers.asked or owner not in routers.addresses:
-        return status
-    try:
-        return ask(
-            routers.addresses[owner],
-            lambda fleet: fleet.GetInstance,
-            fleet_pb2.GetInstanceRequest(instance_id=status.instance.instance_id),
-            TIMEOUT_S,
-        ).instance
-    except grpc.RpcError as error:
-        routers.warn(owner, error, "its requests there are not counted")
-        return None
+def instance_at(router: str, instance_id: str) -> fleet_pb2.InstanceStatus:
+    """Return an instance as one router sees it. Raises grpc.RpcError."""
+    request = fleet_pb2.GetInstanceRequest(instance_id=instance_id)
+    return ask(router, lambda fleet: fleet.GetInstance, request, TIMEOUT_S).instance
 
 
 def newest_decisions(router: str, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:

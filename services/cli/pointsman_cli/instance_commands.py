@@ -9,14 +9,15 @@ import grpc
 import typer
 
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
-from pointsman_cli.all_routers import at_owner, owners_status
-from pointsman_cli.router_call import DEFAULT_ROUTER, call, credentials, dial, router_of, seconds_of
+from pointsman_cli.all_routers import at_owner, instance_at, routers_of
+from pointsman_cli.router_call import DEFAULT_ROUTER, call, credentials, dial, no_answer, router_of, seconds_of
 from pointsman_common.io.whole_lists import whole
 
 # Timeout of a call, and time between two looks at an instance that is drained, s.
 TIMEOUT_S = 10.0
 WAIT_STEP_S = 0.5
 
+_MAY_COME_BACK = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.NOT_FOUND)
 _TAKES_REQUESTS = (fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_SYNCING)
 _TAKES_NOTHING = (fleet_pb2.INSTANCE_STATE_DRAINING, fleet_pb2.INSTANCE_STATE_CORDONED)
 
@@ -45,7 +46,8 @@ def drain(
     wait: Annotated[
         float,
         typer.Option(
-            callback=seconds_of, help="seconds to wait until it has no requests; exit status 1 if it still has"
+            callback=seconds_of,
+            help="seconds to wait until it has no requests or has left; exit status 1 if it still has",
         ),
     ] = 0.0,
 ) -> None:
@@ -207,23 +209,39 @@ def _warn_if_last(router: str, status: fleet_pb2.InstanceStatus, remedy: str) ->
 
 
 def _emptied(router: str, status: fleet_pb2.InstanceStatus, wait_s: float) -> bool:
-    """Wait until an instance has no requests open, for at most `wait_s`, and print how many are. Return whether it has none."""
+    """Wait until an instance has no requests open, for at most `wait_s`, and print how many are. Return whether it has none, as
+    one that has left the fleet. Routers may restart meanwhile: one that does not answer is asked again, and only a process that
+    has known the instance tells that it has left. Ends the program with status 1 if the owner does not answer at the end."""
     ends = time.monotonic() + wait_s
-    asked = fleet_pb2.GetInstanceRequest(instance_id=status.instance.instance_id)
-    printed = status.num_requests
+    model, instance_id, printed = status.instance.model, status.instance.instance_id, status.num_requests
+    knew: set[tuple[str, int]] = set()
     while True:
-        owners = owners_status(router, status)
-        # Until the owner knows of the drain it may still place requests there.
-        if owners is not None and owners.state in _TAKES_NOTHING:
-            if owners.num_requests != printed:
-                printed = owners.num_requests
-                typer.echo(_now(owners))
-            if not printed:
+        problem, process = None, None
+        try:
+            routers = routers_of(router)
+            owner = routers.owner_of(model)
+            process = owner, routers.started_ns.get(owner, 0)
+            status = instance_at(routers.addresses[owner], instance_id)
+            knew.add(process)
+            # Until the owner knows of the drain it may still place requests there.
+            if status.state in _TAKES_NOTHING:
+                if status.num_requests != printed:
+                    printed = status.num_requests
+                    typer.echo(_now(status))
+                if not printed:
+                    return True
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND and process in knew:
+                typer.echo(f"{instance_id} has left the fleet")
                 return True
+            if error.code() not in _MAY_COME_BACK:
+                no_answer(router, error)
+            problem = error
         if (left := ends - time.monotonic()) <= 0:
+            if problem is not None:
+                no_answer(router, problem)
             return False
         time.sleep(min(WAIT_STEP_S, left))
-        status = call(router, lambda fleet: fleet.GetInstance, asked, TIMEOUT_S).instance
 
 
 def _now(status: fleet_pb2.InstanceStatus) -> str:
