@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman_agent.core import engine_life
-from pointsman_agent.io import engine_http
+from pointsman_agent.io import engine_http, engine_monitor
 from pointsman_lab.emulator.emulated_engine import EmulateSettings, start
 from tests.support.fakes.agent_peers import FakeRouter, running
 from tests.support.tampering_proxy import Fault, TamperingProxy, tampering
@@ -210,6 +210,24 @@ async def test_kv_events_are_signs_of_life_of_an_engine_that_answers_no_probe(
     await ill.load(lambda load: load.healthy and not load.problem, "a known load")
 
 
+async def test_an_engine_that_computes_and_shows_its_load_is_not_asked_whether_it_lives(
+    ill: Ill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_monitor, "FRESH_SHARE", 20.0)
+    await ill.prompt("begin " * 40)
+    await ill.loads_that(lambda load: load.healthy, number=3)
+    loads, probes, number = len(ill.loads), ill.proxy.requests["/health"], 0
+    while len(ill.loads) < loads + 10:
+        number += 1
+        await ill.prompt(f"{number} others " * 40)
+    assert ill.proxy.requests["/health"] == probes
+    ill.proxy.set(Fault(status=500), "/metrics")
+    await ill.load(lambda load: load.problem, "an unknown load")
+    await eventually(lambda: ill.proxy.requests["/health"] > probes + 2, "probes")
+    await ill.prompt("more " * 40)
+    assert ill.unharmed()
+
+
 async def test_events_from_before_an_engine_stands_still_are_no_sign_of_life_later(
     ill: Ill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,8 +238,8 @@ async def test_events_from_before_an_engine_stands_still_are_no_sign_of_life_lat
     ill.proxy.set(Fault(hang=True))
     probes = ill.proxy.requests["/health"]
     await ill.load(lambda load: not load.healthy, "an unhealthy engine")
-    # One that was under way, which may have begun before the last event; those that count; and the one after them.
-    assert ill.proxy.requests["/health"] <= probes + engine_life.UNHEALTHY_AFTER + 1
+    # One that began before the last event was read; those that count; and the one after them.
+    assert ill.proxy.requests["/health"] <= probes + engine_life.UNHEALTHY_AFTER + 2
 
 
 async def test_the_log_says_that_an_engine_does_not_answer_and_that_its_events_show_that_it_does(

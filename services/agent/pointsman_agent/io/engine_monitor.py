@@ -47,6 +47,8 @@ STEP_LOAD_INTERVAL_S = 0.05
 DESCRIBE_EVERY_S = 15.0
 # The same for an engine that has had adapters, s: requests for an adapter that was unloaded fail until it is noticed.
 DESCRIBE_ADAPTERS_EVERY_S = 2.0
+# Part of the scrape interval in which a rank's last step counts as its sign of life.
+FRESH_SHARE = 0.5
 # Minimum interval between two logged faults of an engine's scrapes, s. An engine that causes one may do so at each scrape.
 FAULT_INTERVAL_S = 60.0
 # Minimum interval between two warnings of one series of an engine that is missing or no number, s.
@@ -213,22 +215,37 @@ class EngineMonitor:
         """Probe the engine's life periodically until cancelled, apart from scrapes, and report what changes."""
         while True:
             began = time.monotonic()
-            try:
-                await probe.alive()
-            except ProbeError as error:
-                for instance in self.instances.values():
-                    self._life.sign(instance.events_at)
-                if error.status:
-                    self._life.said_dead(str(error), time.monotonic())
-                else:
-                    self._life.silent(str(error), time.monotonic(), refused=error.refused)
-            # As for scrapes: no answer may end the agent.
-            except Exception as error:
-                self._life.silent(self._fault("a probe of the engine failed in the agent", error), time.monotonic())
-            else:
-                self._life.probed(time.monotonic())
+            if not self._shows_life(began):
+                await self._probe(probe)
             self._report_life()
             await asyncio.sleep(max(began + self._interval - time.monotonic(), 0.0))
+
+    def _shows_life(self, now: float) -> bool:
+        """Return whether GET /health would tell nothing new: the engine's HTTP server answers scrapes, and all of its ranks have
+        just shown a step, by a load that they pushed or by a KV event."""
+        if self._failures or self._life.problem or not self.instances:
+            return False
+        since = now - FRESH_SHARE * self._interval
+        return all(
+            max(instance.events_at, self._newest_steps.get(rank, (None, -math.inf))[1]) > since
+            for rank, instance in self.instances.items()
+        )
+
+    async def _probe(self, probe: EngineProbe) -> None:
+        try:
+            await probe.alive()
+        except ProbeError as error:
+            for instance in self.instances.values():
+                self._life.sign(instance.events_at)
+            if error.status:
+                self._life.said_dead(str(error), time.monotonic())
+            else:
+                self._life.silent(str(error), time.monotonic(), refused=error.refused)
+        # As for scrapes: no answer may end the agent.
+        except Exception as error:
+            self._life.silent(self._fault("a probe of the engine failed in the agent", error), time.monotonic())
+        else:
+            self._life.probed(time.monotonic())
 
     def _report_life(self) -> None:
         """Report the last loads again if what is reported with them has changed, or if no scrape has succeeded for a while."""

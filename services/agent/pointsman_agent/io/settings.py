@@ -43,7 +43,7 @@ class AgentSettings(BaseSettings):
         5.0, ge=0.1, le=600, description="interval between two consistency checks, in seconds"
     )
     save_interval_s: float = Field(
-        5.0, ge=0.1, le=600, description="minimum interval between two saves of the cached blocks, in seconds"
+        15.0, ge=0.1, le=600, description="minimum interval between two saves of the cached blocks, in seconds"
     )
     metrics_listen: OptionalHostPort = Field(
         "127.0.0.1:9101", description="HOST:PORT of /metrics and /health; empty: none"
