@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 
-_COMMENTS = re.compile(rb"^(:[\d:,]*\.?)(?:x\d{1,9})?$", re.MULTILINE)
-_BLOCKS = re.compile(rb"^:[\d:,]*\.?(?:x\d{1,9})?\n\n", re.MULTILINE)
+_COMMENTS = re.compile(rb"\n(:[\d:,]*\.?)(?:x\d{1,9})?(?=\n|\Z)")  # a literal beginning is found sooner than a line's
+_BLOCKS = re.compile(rb"\n:[\d:,]*\.?(?:x\d{1,9})?\n(?=\n)")
 _EVENTS = re.compile(rb":[\d:,]*\.?(?:x(\d{1,9}))?\n\n")
 
 
 def ids_in(events: bytes) -> bytes:
     """Return what whole events tell of the answer, as the comments one after another."""
-    return b"".join(_COMMENTS.findall(events))
+    return b"".join(_COMMENTS.findall(b"\n" + events))
 
 
 def without_comments(events: bytes) -> bytes:
     """Return whole events without these comments."""
-    return _BLOCKS.sub(b"", events)
+    return _BLOCKS.sub(b"", b"\n" + events)[1:]
 
 
 def end_of_comment(events: bytes, at: int) -> int:
