@@ -115,7 +115,7 @@ def prefix_request(call: ApiCall, ids: Sequence[int], params: Params | None = No
     parameters `params`, one of the two requests that pass them on from another instance's."""
     body: dict[str, Any] = {
         "model": call.model,
-        "prompt": list(ids),
+        "prompt": ids,
         "max_tokens": 1,
         "stream": False,
         "temperature": 0,
