@@ -213,6 +213,11 @@ def test_unexplained_and_unused_variables_are_refused(project: Project, secret_f
     assert problems == [".env.example: SPARE is not explained", ".env.example: SPARE is used nowhere"]
 
 
+def test_a_copy_of_the_example_takes_the_images_of_the_tree() -> None:
+    assert VERSION in EXAMPLE
+    assert not [line for line in EXAMPLE.splitlines() if VERSION in line and not line.startswith("#")]
+
+
 def test_schema_refuses_an_unknown_field(tmp_path: Path) -> None:
     copied = tmp_path / "compose.yaml"
     copied.write_text(FILE.read_text().replace("    healthcheck:", "    healthchek:", 1))
