@@ -221,9 +221,12 @@ def test_two_namespaces_have_nothing_in_common() -> None:
     assert len(first) == len(second)
     assert first & second == set()
     assert "pointsman" not in {namespace for _, namespace, _ in first}
-    scaled = helm.template(CHART, {"engines": {"autoscaling": {"by": "keda"}}}, namespace="llm-a")
-    [query] = [o["spec"]["triggers"][0]["metadata"]["query"] for o in scaled if o["kind"] == "ScaledObject"]
-    assert 'namespace="llm-a"' in query
+    given = [{"engines": {"autoscaling": {"by": "keda"}}, "monitoring": {"enabled": True}}]
+    scaled = {o["kind"]: o["spec"] for o in helm.template(CHART, *given, namespace="llm-a") if "spec" in o}
+    assert 'namespace="llm-a"' in scaled["ScaledObject"]["triggers"][0]["metadata"]["query"]
+    rules = str(scaled["PrometheusRule"])
+    assert 'namespace="llm-a"' in rules
+    assert not re.search(r'namespace="pointsman"|-n pointsman\b', rules)
 
 
 def test_the_notes_say_what_is_missing() -> None:
