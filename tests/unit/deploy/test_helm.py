@@ -234,10 +234,20 @@ def test_the_notes_say_what_is_missing() -> None:
     assert "Not found: Secrets tokens, api-keys, redis-url, redis-users." in said
     assert "rollout status statefulset/vllm " in said
     assert "elastic" not in said
-    said = helm.notes(
-        CHART, values_of("prefill-decode"), {"router": {"settings": {"POINTSMAN_ROUTER_POLICY": "auto"}}}, TLS
-    )
-    assert "The policy auto transfers no KV" in said
+    # (overlay, policy) -> what is said of KV, which `auto` fetches but does not let producers compute.
+    for overlay, policy, warning in (
+        ("gpu", "auto", ""),
+        ("gpu", "unified", "The policy unified transfers no KV"),
+        ("prefill-decode", "elastic:decider=cost", ""),
+        ("prefill-decode", "migrate", "Under the policy migrate the instances of engines.prefill get no requests"),
+    ):
+        given = {
+            "router": {"settings": {"POINTSMAN_ROUTER_POLICY": policy}},
+            "engines": {"kvTransfer": {"enabled": True}},
+        }
+        said = helm.notes(CHART, values_of(overlay), given, TLS)
+        assert warning in said
+        assert ("olicy" in said) is bool(warning), said
     assert "tls-agent" in said
     assert "statefulset/vllm-decode" in said
     said = helm.notes(CHART, values_of("gpu-per-node"))
