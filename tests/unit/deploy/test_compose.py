@@ -63,6 +63,12 @@ def test_engines_push_their_steps_to_where_their_agent_listens(project: Project)
     assert all("agent" in agent["networks"]["engine"]["aliases"] for agent in agents)
 
 
+def test_engines_of_compose_can_be_put_to_sleep(project: Project) -> None:
+    for given, expected in (({}, "0"), ({"VLLM_SERVER_DEV_MODE": "1"}, "1")):
+        services = compose.interpolate(project, given)["services"]
+        assert {services[f"vllm-{n}"]["environment"].get("VLLM_SERVER_DEV_MODE") for n in range(8)} == {expected}
+
+
 def test_files_are_merged_as_compose_does() -> None:
     below = {
         "a": {"command": ["x"], "volumes": ["v:/one", "./w:/two:ro"], "networks": ["n"], "environment": {"A": "1"}}
