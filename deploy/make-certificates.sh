@@ -2,7 +2,8 @@
 # Creates an authority and certificates signed by it in the given folder, for those who have no authority. Each of redis, router,
 # gateway, agent, operator and picker gets a folder with ca.pem, cert.pem and key.pem, valid for the service's name and for this
 # machine.
-# Existing files are kept. Certificates are valid for a year; to renew one, delete its folder and run this script again.
+# Existing files are kept. Certificates are valid for a year; to renew one, delete its cert.pem and run this script again. The
+# folder must stay, because running containers have mounted it.
 #   ./make-certificates.sh compose/tls                   for compose/tls.yaml
 #   ./make-certificates.sh k8s/components/tls/tls        for k8s/components/tls
 #   ./make-certificates.sh k8s/components/picker/tls     for k8s/components/picker

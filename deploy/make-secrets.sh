@@ -1,8 +1,8 @@
 #!/bin/sh
 # Creates the secrets of the services in the given folder: one random token for each role, a first API key for clients, Grafana's
 # password, a Redis password and the Redis user list that contains it. Existing files are kept, so the script may run again at any
-# time. To rotate a secret, delete its file and run the script again. docs/security.md describes how to rotate the tokens of roles
-# without an interruption.
+# time. To rotate a secret, delete its file, run the script again, and do what deploy/README.md says below "Permissions".
+# docs/security.md describes how to rotate the tokens of roles without an interruption.
 #   ./make-secrets.sh compose/secrets      for compose/compose.yaml
 #   ./make-secrets.sh k8s/base/secrets     for k8s/base
 set -eu

@@ -26,7 +26,7 @@ PLACES: dict[str, tuple[tuple[str, str], ...]] = {
         ("deploy/docker/*Dockerfile", r"-t pointsman-\w+:(\S+)"),
         ("deploy/compose/compose.yaml", r"\$\{POINTSMAN_TAG:-(.+?)\}"),
         ("deploy/compose/compose.yaml", r"pointsman-engine:([^}]+)"),
-        ("deploy/compose/.env.example", r"^POINTSMAN_TAG=(.+)"),
+        ("deploy/compose/.env.example", r"^#POINTSMAN_TAG=(.+)"),
         ("deploy/compose/.env.example", r"pointsman-engine:(.+)"),
         ("deploy/k8s/components/images/kustomization.yaml", r"newTag: ([^-},]+)"),
         ("deploy/helm/pointsman/Chart.yaml", r"^appVersion: (.+)"),

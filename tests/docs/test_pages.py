@@ -225,6 +225,9 @@ def test_the_variables_that_are_named_exist() -> None:
         for name in kind.model_fields
     }
     known |= set(re.findall(r"`(POINTSMAN_\w+)`", (DOCS / "settings.md").read_text()))
+    known |= set(
+        re.findall(r"^#?(POINTSMAN_\w+)=", (REPOSITORY / "deploy/compose/.env.example").read_text(), re.MULTILINE)
+    )
     for page in PAGES:
         named = set(re.findall(r"\bPOINTSMAN_[A-Z][A-Z_]*[A-Z]\b", page.read_text()))
         assert named - known - {"POINTSMAN_COMMAND_NAME"} == set(), page

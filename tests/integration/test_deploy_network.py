@@ -50,7 +50,7 @@ PLANE: Allowed = {
     ("redis", "redis"): {"router"},
 }
 ENGINES: Allowed = {
-    ("router", "grpc"): {"gateway", "vllm"},
+    ("router", "grpc"): {"router", "gateway", "vllm"},
     ("vllm", "http"): {"gateway", "router", "prometheus"},
     ("vllm", "agent-metrics"): {"prometheus"},
 }
@@ -83,7 +83,7 @@ CASES: list[tuple[str, tuple[str, ...], Allowed]] = [
         (),
         PLANE
         | {
-            ("router", "grpc"): {"gateway", "agent"},
+            ("router", "grpc"): {"router", "gateway", "agent"},
             ("vllm", "http"): {"gateway", "router", "prometheus", "agent"},
             ("agent", "agent-metrics"): {"prometheus"},
             ("agent", "loads"): {"vllm"},
@@ -95,7 +95,7 @@ CASES: list[tuple[str, tuple[str, ...], Allowed]] = [
         (),
         PLANE
         | {
-            ("router", "grpc"): {"gateway", "agent"},
+            ("router", "grpc"): {"router", "gateway", "agent"},
             ("agent", "agent-metrics"): {"prometheus"},
             ("agent", "loads"): {"engine-elsewhere"},
         },
@@ -268,13 +268,13 @@ def test_two_routers_and_two_gateways_start_from_nothing_with_tls(tmp_path: Path
         allowed["redis", "redis"].discard("redis")
         assert reached(made) == allowed
 
-        status, said = fleet.instances("router-0")
-        assert (status, said.count('"instance_id"')) == (0, 2), said
-        status, said = fleet.instances("router-0", "POINTSMAN_TLS_CERT", "POINTSMAN_TLS_KEY")
-        assert status == 1, "a client without a certificate is refused"
-
         owner = max(owned, key=lambda name: owned[name])
         [other] = {*routers} - {owner}
+        status, said = fleet.instances(other)
+        assert (status, said.count('"instance_id"'), "not counted" in said) == (0, 2, False), said
+        status, said = fleet.instances(other, "POINTSMAN_TLS_CERT", "POINTSMAN_TLS_KEY")
+        assert status == 1, "a client without a certificate is refused"
+
         made.pods[owner].kill()
         for gateway in gateways:
             assert fleet.chat(gateway, LONG).status == 200

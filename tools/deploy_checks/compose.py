@@ -21,17 +21,18 @@ UNPROBED = {"otel-collector": "its image has no program that could probe it"}
 
 
 def example_env(text: str) -> tuple[dict[str, str], list[str]]:
-    """Return (variables of an .env file, problems): each variable must have a comment above it, in the same paragraph."""
+    """Return (variables of an .env file, problems): each variable must have a comment above it, in the same paragraph. A variable
+    directly after "#" counts."""
     variables: dict[str, str] = {}
     problems = []
     explained = False
     for line in text.splitlines():
-        if line.startswith("#"):
+        if line.startswith("# "):
             explained = True
         elif not line.strip():
             explained = False
         else:
-            name, _, value = line.partition("=")
+            name, _, value = line.removeprefix("#").partition("=")
             variables[name] = value
             if not explained:
                 problems.append(f".env.example: {name} is not explained")

@@ -63,6 +63,12 @@ def test_engines_push_their_steps_to_where_their_agent_listens(project: Project)
     assert all("agent" in agent["networks"]["engine"]["aliases"] for agent in agents)
 
 
+def test_engines_of_compose_can_be_put_to_sleep(project: Project) -> None:
+    for given, expected in (({}, "0"), ({"VLLM_SERVER_DEV_MODE": "1"}, "1")):
+        services = compose.interpolate(project, given)["services"]
+        assert {services[f"vllm-{n}"]["environment"].get("VLLM_SERVER_DEV_MODE") for n in range(8)} == {expected}
+
+
 def test_files_are_merged_as_compose_does() -> None:
     below = {
         "a": {"command": ["x"], "volumes": ["v:/one", "./w:/two:ro"], "networks": ["n"], "environment": {"A": "1"}}
@@ -211,6 +217,11 @@ def test_mistake_is_refused(
 def test_unexplained_and_unused_variables_are_refused(project: Project, secret_files: set[str]) -> None:
     problems = compose.check(project, EXAMPLE + "\nSPARE=1\n", secret_files, OFFLOAD)
     assert problems == [".env.example: SPARE is not explained", ".env.example: SPARE is used nowhere"]
+
+
+def test_a_copy_of_the_example_takes_the_images_of_the_tree() -> None:
+    assert VERSION in EXAMPLE
+    assert not [line for line in EXAMPLE.splitlines() if VERSION in line and not line.startswith("#")]
 
 
 def test_schema_refuses_an_unknown_field(tmp_path: Path) -> None:

@@ -221,9 +221,12 @@ def test_two_namespaces_have_nothing_in_common() -> None:
     assert len(first) == len(second)
     assert first & second == set()
     assert "pointsman" not in {namespace for _, namespace, _ in first}
-    scaled = helm.template(CHART, {"engines": {"autoscaling": {"by": "keda"}}}, namespace="llm-a")
-    [query] = [o["spec"]["triggers"][0]["metadata"]["query"] for o in scaled if o["kind"] == "ScaledObject"]
-    assert 'namespace="llm-a"' in query
+    given = [{"engines": {"autoscaling": {"by": "keda"}}, "monitoring": {"enabled": True}}]
+    scaled = {o["kind"]: o["spec"] for o in helm.template(CHART, *given, namespace="llm-a") if "spec" in o}
+    assert 'namespace="llm-a"' in scaled["ScaledObject"]["triggers"][0]["metadata"]["query"]
+    rules = str(scaled["PrometheusRule"])
+    assert 'namespace="llm-a"' in rules
+    assert not re.search(r'namespace="pointsman"|-n pointsman\b', rules)
 
 
 def test_the_notes_say_what_is_missing() -> None:
@@ -231,10 +234,20 @@ def test_the_notes_say_what_is_missing() -> None:
     assert "Not found: Secrets tokens, api-keys, redis-url, redis-users." in said
     assert "rollout status statefulset/vllm " in said
     assert "elastic" not in said
-    said = helm.notes(
-        CHART, values_of("prefill-decode"), {"router": {"settings": {"POINTSMAN_ROUTER_POLICY": "auto"}}}, TLS
-    )
-    assert "The policy auto transfers no KV" in said
+    # (overlay, policy) -> what is said of KV, which `auto` fetches but does not let producers compute.
+    for overlay, policy, warning in (
+        ("gpu", "auto", ""),
+        ("gpu", "unified", "The policy unified transfers no KV"),
+        ("prefill-decode", "elastic:decider=cost", ""),
+        ("prefill-decode", "migrate", "Under the policy migrate the instances of engines.prefill get no requests"),
+    ):
+        given = {
+            "router": {"settings": {"POINTSMAN_ROUTER_POLICY": policy}},
+            "engines": {"kvTransfer": {"enabled": True}},
+        }
+        said = helm.notes(CHART, values_of(overlay), given, TLS)
+        assert warning in said
+        assert ("olicy" in said) is bool(warning), said
     assert "tls-agent" in said
     assert "statefulset/vllm-decode" in said
     said = helm.notes(CHART, values_of("gpu-per-node"))

@@ -270,9 +270,9 @@ def test_deployments_in_two_namespaces_have_nothing_in_common() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["api-keys", "tokens"])
+@pytest.mark.parametrize("name", ["api-keys", "tokens", "tls-router", "tls-gateway", "tls-agent", "tls-picker"])
 def test_what_is_read_again_in_place_rolls_nothing(name: str) -> None:
-    objects = check_deploy.render(OVERLAYS / "gpu")
+    objects = check_deploy.render(OVERLAYS / "gateway-api", "two-routers", "tls")
     assert find(objects, "Secret", name)["metadata"]["name"] == name
 
 
@@ -628,7 +628,7 @@ def test_with_tls_everyone_has_a_certificate_of_its_own(overlay: str, agent: str
             f"/run/tls/{file}.pem" for file in ("cert", "key", "ca")
         ]
         [volume] = [volume for volume in spec["volumes"] if volume["name"] == "tls"]
-        assert volume["secret"]["secretName"].startswith(f"tls-{name}-")
+        assert volume["secret"]["secretName"] == f"tls-{name}"
         assert not any(
             "grpc" in container.get(probe, {}) for probe in ("startupProbe", "readinessProbe", "livenessProbe")
         )

@@ -46,9 +46,11 @@ def test_certificates_are_kept_and_good_for_their_service(tmp_path: Path) -> Non
         "operator",
         "picker",
     }
+    folder = (tmp_path / "agent").stat().st_ino
     (tmp_path / "agent/cert.pem").unlink()
     changed = {file for file, content in make().items() if content != before[file]}
     assert {file.parent.name for file in changed} == {"agent"}
+    assert (tmp_path / "agent").stat().st_ino == folder, "containers have mounted the folder"
     for name in ("router", "agent"):
         cert = tmp_path / name / "cert.pem"
         checked = run("openssl", "verify", "-CAfile", tmp_path / name / "ca.pem", "-verify_hostname", name, cert)

@@ -84,7 +84,7 @@ livenessProbe:
 
 {{- define "pointsman.agentMounts" -}}
 - {name: tokens, mountPath: /run/secrets/pointsman, readOnly: true}
-# The agent's copy of its engines' caches outlives a restart of the agent.
+# The agent's copy of its engines' caches outlives a restart of its container, not its pod.
 - {name: agent-state, mountPath: /var/lib/pointsman}
 - {name: tmp, mountPath: /tmp}
 {{- include "pointsman.tlsMount" . }}
