@@ -168,12 +168,11 @@ def test_a_session_whose_context_is_lost_waits_for_room_and_goes_on_in_its_turn(
     [parked] = ask(router, resume(continues=True), 21.0)
     assert isinstance(parked, ev.Parked)
     ask(router, session("large", 9_000), 22.0)
-    end(router, "busy", 24.0)
-    effects = router.handle(ev.SessionEnded("t", "busy"), 25.0)
-    [answer] = [effect for effect in effects if isinstance(effect, ev.Placed)]
+    [answer] = end(router, "busy", 24.0)
+    assert isinstance(answer, ev.Placed)
     admitted = answer.decision.request.admitted
     assert admitted is not None
-    assert (answer.request_id, admitted.view.resumes, admitted.view.waited_s) == ("r-again", True, 4.0)
+    assert (answer.request_id, admitted.view.resumes, admitted.view.waited_s) == ("r-again", True, 3.0)
     assert admitted.view.size == 6_100
     router.check_invariants()
 
@@ -200,10 +199,57 @@ def test_a_session_that_waits_for_room_is_never_refused_but_goes_on_at_its_bound
         {"exclude": ("b",)},  # an instance has failed
         {"resumed": True},
         {"keys": ()},  # nothing is known of its context
+        {"ttft_deadline_s": 7.0},  # it would be refused at its bound
     ],
 )
 def test_who_must_not_wait_for_room_does_not(changes: dict[str, Any]) -> None:
     assert placed(ask(paused(), resume(**changes), 21.0)) == ["again"]
+
+
+def test_a_session_that_resumes_does_not_wait_for_its_own_room() -> None:
+    router = state(admission=ON)
+    join(router, "a", 1, kv_capacity_tokens=10_000)
+    ask(router, session("old", 6_000), 0.0)
+    end(router, "old", 1.0, "TOOL_CALLS")
+    ask(router, session("busy", 8_000), 20.0)
+    router.admission.was_parked("m", 20.0)
+    assert isinstance(ask(router, resume(), 21.0)[0], ev.Parked)
+    effects = [*end(router, "busy", 22.0), *router.handle(ev.SessionEnded("t", "busy"), 22.5)]
+    assert placed(effects) == ["again"]
+    router.check_invariants()
+
+
+def test_a_session_that_waits_for_room_gives_its_place_to_nobody() -> None:
+    router = paused()
+    router.requests.room.limit_keys(500)
+    assert isinstance(ask(router, resume(), 21.0)[0], ev.Parked)
+    [answer] = ask(router, session("other", 6_000, tenant="u", priority=Priority.INTERACTIVE), 21.5)
+    assert isinstance(answer, ev.Refused)
+    assert answer.request_id == "r-other"
+    assert router.parked_requests.queue.get("r-again") is not None
+    router.check_invariants()
+
+
+def test_a_parked_request_gives_a_session_that_was_ended_meanwhile_no_owner() -> None:
+    router = fleet()
+    assert isinstance(ask(router, session("new", 3_000), 1.0)[0], ev.Parked)
+    router.handle(ev.SessionEnded("t", "new"), 2.0)
+    effects = router.handle(ev.Finished("r-busy", "OK", output_tokens=0, finish_reason="STOP"), 5.0)
+    assert placed([effect for effect in effects if isinstance(effect, ev.Placed)]) == ["new"]
+    assert not [effect for effect in effects if isinstance(effect, ev.SessionOwnerSet)]
+    assert not router.affinity.owner("m", "t/new", 5.0)
+
+
+def test_a_session_that_has_begun_while_its_request_was_parked_goes_on_at_its_bound() -> None:
+    router = fleet(capacity=20_000)
+    ask(router, session("larger", 13_000), 1.0)
+    assert isinstance(ask(router, session("new", 14_000), 2.0)[0], ev.Parked)
+    small = replace(session("new", 64), request_id="r-small")
+    assert placed(ask(router, small, 3.0)) == ["small"]
+    effects = [effect for at in (121.0, 122.0) for effect in router.handle(ev.RetryDue(), at)]
+    assert placed([effect for effect in effects if isinstance(effect, ev.Placed)]) == ["new"]
+    assert [effect.request_id for effect in effects if isinstance(effect, ev.Refused)] == ["r-larger"]
+    router.check_invariants()
 
 
 def test_a_session_with_little_to_compute_does_not_wait_for_room() -> None:

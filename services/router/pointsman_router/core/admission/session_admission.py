@@ -75,6 +75,7 @@ class Newness(NamedTuple):
     under_way: str
     size: int  # tokens of KV
     resumes: bool = False  # whether it continues a session under way whose context the caches have lost
+    counted: float = 0.0  # its part of the pool's weighted size, if it resumes: it needs no room besides itself
 
 
 @dataclass(slots=True)
@@ -139,9 +140,15 @@ class SessionAdmission:
             lost = self._least_new(request, pool, now) if pauses else 0
             if lost < max(LIGHT_NEW_TOKENS, (1.0 - LIGHT_CACHE_RATIO) * request.input_tokens):
                 return Newness(under_way, 0)
-            return Newness("", lost, resumes=True)
+            return Newness("", lost, resumes=True, counted=ledger.weight(request.session))
         shared = self._shared(request.keys, state.capacity.ids) if state is not None else 0
         return Newness("", max(request.input_tokens - shared, 0))
+
+    def has_begun(self, request: PlacementRequest, pool: str, now: float) -> bool:
+        """Return whether the session of a request is under way by now. O(1)."""
+        state = self.pools.get(pool)
+        known = state is not None and request.session in state.ledger.sessions
+        return bool(request.session) and (known or bool(self._affinity.owner(pool, request.session, now)))
 
     def view(
         self, pool: str, newness: Newness, now: float, *, before: int = 0, waited_s: float = 0.0, bound_s: float = 0.0
@@ -150,7 +157,7 @@ class SessionAdmission:
         state = self._state(pool)
         return AdmissionView(
             size=newness.size,
-            weighted=state.ledger.weighted(),
+            weighted=max(state.ledger.weighted() - newness.counted, 0.0),
             capacity=state.capacity.tokens,
             largest=state.capacity.largest,
             armed=self.armed(pool, now),
@@ -289,6 +296,7 @@ class SessionAdmission:
 
 
 def _can_pause(request: PlacementRequest) -> bool:
-    """Return whether a request of a session under way may wait: it is no sub-agent's, for which a parent waits that holds KV, and
-    no attempt to go on after an instance has failed."""
-    return bool(request.keys) and not request.started_by and not request.exclude and not request.resumed
+    """Return whether a request of a session under way may wait: it is no sub-agent's, for which a parent waits that holds KV, no
+    attempt to go on after an instance has failed, and has no deadline, which the wait would use up."""
+    waits = request.ttft_deadline_s is None and not request.exclude and not request.resumed
+    return bool(request.keys) and not request.started_by and waits

@@ -116,6 +116,14 @@ class SessionLedger:
                 total += sum(map(prod, zip(presence, self.chances.chances(kind), sums, strict=True)))
         return total
 
+    def weight(self, name: str) -> float:
+        """Return the part of an idle session in `weighted`, what it shares left out; 0 for any other. O(bins)."""
+        session = self.sessions.get(name)
+        if session is None or session.open:
+            return 0.0
+        chance = self.chances.chances(session.kind)[session.bin]
+        return self.chances.presence[session.bin] * chance * session.size
+
     def of_tenant(self, tenant: str) -> float:
         """Return the weighted size of a tenant's sessions, each by its weight when its bin last changed."""
         return self._tenants.get(tenant, 0.0)

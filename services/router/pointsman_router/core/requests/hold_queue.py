@@ -161,10 +161,12 @@ class HoldQueue:
 
     def last(self, pool: str, level: int, party: str) -> Iterator[HeldRequest]:
         """Yield a party's requests of one class, in the reverse of the order in which they are tried. The caller must not change
-        the queue before the iteration ends. A request of which a part is computed keeps its place, and is left out."""
+        the queue before the iteration ends. A request of which a part is computed, or that resumes a session, keeps its place,
+        and is left out."""
         order = self._orders.get(pool)
         for request_id in order.last(level, party) if order is not None else ():
-            if not (held := self._by_id[request_id]).previous_id:
+            held = self._by_id[request_id]
+            if not (held.previous_id or held.resumes):
                 yield held
 
     def add(self, held: HeldRequest) -> None:

@@ -272,19 +272,21 @@ class ParkedRequests:
         return max(sum(self.queue.count(held.pool, other) for other in PRIORITIES if other.level >= own), 1)
 
     def _at_bound(self, held: HeldRequest, now: float) -> list[ev.Effect]:
-        """Refuse a request whose time has passed, or place it if it resumes a session, and remove it from the queue."""
+        """Refuse a request whose time has passed, or place it if its session is under way, and remove it from the queue."""
         place, waited_s = self._place(held), now - held.asked_at
+        # Its session may have begun meanwhile, by another request or at an owner whose sessions were still being read.
+        goes_on = held.resumes or self._admission.has_begun(held.request, held.pool, now)
         self._refusals.parked.waited(held.pool, held.request.priority, waited_s, now)
         view = self._view(
             held.pool,
-            Newness("", held.new_tokens, held.resumes),
+            Newness("", held.new_tokens, goes_on),
             now,
             before=place - 1,
             waited_s=waited_s,
             bound_s=held.answer_by - held.asked_at,
         )
         record = AdmissionRecord(view, decide_admission(view))
-        if record.verdict.outcome is AdmissionOutcome.ADMIT and held.resumes:
+        if record.verdict.outcome is AdmissionOutcome.ADMIT and goes_on:
             return self._let_in(held, record, now)
         self._requests.leave_queue(held.request.request_id)
         if record.verdict.outcome is not AdmissionOutcome.REFUSE:

@@ -108,7 +108,7 @@ class PlacementPlans:
         self._requests.count(decision, new, request.keys, now)
         session = request.session
         # Most sessions have one request only, and their owner need not be stored: the store gets the sessions that come back.
-        asked_at = now - decision.held_s
+        asked_at = now - decision.held_s - request.parked_s
         if session and self._affinity.assign(decision.pool, session, decision.next_owner, now, asked_at):
             effects.append(ev.SessionOwnerSet(session, decision.next_owner, decision.pool))
         if decision.mode == "OFFLOAD":
