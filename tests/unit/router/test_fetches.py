@@ -319,6 +319,19 @@ def test_a_fetch_reserves_no_computing_and_the_rest_is_decided_anew() -> None:
     assert made.prefill_observer.samples("m", "") == learned, "of prefills it says nothing"
 
 
+def test_a_fetch_to_an_instance_that_computes_is_waited_for_and_says_nothing_of_the_price() -> None:
+    made = router()
+    place(made, request("before", tokens=1_000, exclude=("a",)), 0.9)
+    predicted_s = fetch(made).decision.result.figures["fetch_s"]
+    price = made.fetches.price("m", 0)
+    assert predicted_s > OVERDUE_FACTOR * price.seconds(4_096)
+    seen = made.views.view(request("q", tokens=TOKENS, keys=KEYS), "m", 1, 1.0 + predicted_s)
+    assert isinstance(seen.candidates[1].transfers, Transfers), "it is not overdue"
+    made.handle(ev.StepDone("r", 0, ok=True), 1.0 + predicted_s)
+    assert made.fetches.samples("m") == 0
+    made.check_invariants()
+
+
 def test_if_the_fetch_fails_the_instance_computes_and_the_source_gives_nothing_for_a_while() -> None:
     made = router()
     fetch(made)

@@ -41,7 +41,8 @@ class _Fetch:
     begun_at: float  # s
     price: LoadPrice  # when it began
     expected_s: float  # by that price
-    behind: bool  # whether the source had prefills when it began: the time is not that of the transfer alone
+    arrives_s: float  # from its begin until it arrives, waits included, as it was decided
+    behind: bool  # whether its source or target had prefills when it began: the time is not that of the transfer alone
     ahead: int  # tokens that the source was sending to others
     end: int  # number of leading blocks of the prompt that the target has after it
     last_key: int  # the key of the last of these blocks, which says what all of them are
@@ -89,9 +90,9 @@ class Fetches:
         sending = self._sending(instance_id)
         arriving, arrives_at = 0, 0.0
         for fetch in self._to.get(instance_id, {}).values():
-            overdue = now - fetch.begun_at > OVERDUE_FACTOR * fetch.expected_s
+            overdue = now - fetch.begun_at > OVERDUE_FACTOR * fetch.arrives_s
             if not overdue and arriving < fetch.end <= len(keys) and keys[fetch.end - 1] == fetch.last_key:
-                arriving, arrives_at = fetch.end, fetch.begun_at + fetch.expected_s
+                arriving, arrives_at = fetch.end, fetch.begun_at + fetch.arrives_s
         if not sending and not arriving:
             return None
         if not arriving:
@@ -111,16 +112,20 @@ class Fetches:
         now: float,
         *,
         behind: bool,
+        predicted_s: float = 0.0,
     ) -> None:
         """Begin a fetch that leaves the first `end_tokens` of a prompt with these `keys` on `target`, `tokens` of them sent by
-        `source`. `behind`: whether the source has prefills to compute first. Mutates."""
+        `source`. `behind`: whether source or target have prefills to compute first. `predicted_s`: how long it takes with them;
+        0: not predicted. Mutates."""
         self.gone(request_id)
         end = min(end_tokens // KEY_TOKENS, len(keys))
         if not end:
             return
         expected_s = price.seconds(tokens + self._sending(source))
         ahead = sum(fetch.tokens for fetch in self._from.get(source, {}).values())
-        fetch = _Fetch(pool, source, target, tokens, now, price, expected_s, behind, ahead, end, keys[end - 1])
+        fetch = _Fetch(
+            pool, source, target, tokens, now, price, expected_s, predicted_s or expected_s, behind, ahead, end, keys[end - 1]
+        )  # fmt: skip
         self._open[request_id] = fetch
         self._to.setdefault(target, {})[request_id] = fetch
         self._from.setdefault(source, {})[request_id] = fetch

@@ -155,7 +155,8 @@ class PlacementPlans:
         self._requests.place(reservation, keys, tokens, now, self._output_s(decision, step))
         if step.fetches:
             sent = max(tokens - (candidate.device_tokens if candidate else cached), 0)
-            self._requests.fetch(reservation, step.kv_source, keys, sent, now)
+            predicted_s = decision.result.figures.get("fetch_s", 0.0)
+            self._requests.fetch(reservation, step.kv_source, keys, sent, predicted_s, now)
         return [ev.Reserved(reservation)]
 
     def first_token(self, event: ev.FirstToken, now: float) -> list[ev.Effect]:

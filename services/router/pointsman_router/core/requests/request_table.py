@@ -198,8 +198,11 @@ class RequestTable:
             self._wait(record, reservation, output_s, now)
         state.prompt = self._prefix_knowledge.opened(reservation, keys, tokens, now)
 
-    def fetch(self, reservation: Reservation, source: str, keys: Sequence[int], tokens: int, now: float) -> None:
-        """Record that `source` sends `tokens` of the prompt's KV to the instance of the step that was just placed. Mutates."""
+    def fetch(
+        self, reservation: Reservation, source: str, keys: Sequence[int], tokens: int, predicted_s: float, now: float
+    ) -> None:
+        """Record that `source` sends `tokens` of the prompt's KV to the instance of the step that was just placed. `predicted_s`:
+        in what time, by the decision; 0: not predicted. Mutates."""
         record = self._instances.get(reservation.instance_id)
         price = self._fetches.price(reservation.pool, record.info.kv_token_bytes if record is not None else 0)
         self._fetches.opened(
@@ -212,7 +215,8 @@ class RequestTable:
             tokens,
             price,
             now,
-            behind=self._reservations.first_prefill(source) is not None,
+            behind=any(self._reservations.first_prefill(end) for end in (source, reservation.instance_id)),
+            predicted_s=predicted_s,
         )
 
     def fetch_failed(self, request_id: str, now: float, *, at_target: bool) -> None:
