@@ -15,7 +15,15 @@ from pointsman_lab.rival_policies.registry import POLICIES, make_policy
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core import fleet_view_builder, shortlist
 from pointsman_router.core.instances.instance_orders import InstanceOrder
-from pointsman_router.core.placement_types import Candidate, Decision, FleetView, Load, PlacementRequest, Unseen
+from pointsman_router.core.placement_types import (
+    Candidate,
+    Decision,
+    FleetView,
+    KvTransfer,
+    Load,
+    PlacementRequest,
+    Unseen,
+)
 from pointsman_router.core.policy.linear import Additive
 from pointsman_router.core.policy.unified import Unified
 from pointsman_router.core.prefix.exact_index import PrefixIndex
@@ -238,6 +246,23 @@ def test_a_sessions_owner_is_looked_at_and_those_that_failed_or_drain_are_not() 
     assert decision_of(router, "third", tokens=5, exclude=(idle,)).view.find(idle) is None
     router.handle(ev.DrainsChanged({idle: "1"}), 0.0)
     assert decision_of(router, "fourth", tokens=5).view.find(idle) is None
+
+
+def test_who_holds_a_prefix_and_gets_no_requests_is_looked_at_if_it_can_send_it() -> None:
+    keys = tuple(range(1, 257))
+    for can_send in (True, False):
+        router = state("foresight")
+        for number, name in enumerate(NAMES):
+            transfer = KvTransfer("MOONCAKE", "http://x") if can_send or name != "i00" else None
+            join(router, name, number, list(keys) if name == "i00" else [], kv_transfer=transfer)
+        router.handle(ev.DrainsChanged({"i00": "1"}), 0.0)
+        asked = request(tokens=4_100, keys=keys, sliceable_tokens=4_100)
+        seen = router.views.view(asked, "m", 0, 0.0, shortlisted=True)
+        assert (seen.find("i00") is not None) is can_send
+        assert len(seen.candidates) < len(NAMES)
+        if can_send:
+            [step] = make_policy("foresight").choose(asked, seen, random.Random(0)).steps
+            assert step.kv_source == "i00"
 
 
 def test_where_nobody_may_be_chosen_all_are_looked_at() -> None:

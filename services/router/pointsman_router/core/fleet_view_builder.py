@@ -39,6 +39,7 @@ from pointsman_router.core.placement_types import (
     PoolFacts,
     PrefillBacklog,
 )
+from pointsman_router.core.policy.ways import ANSWERING
 from pointsman_router.core.prefill_curve import NO_PREFILLS, PrefillCurve, PrefillSums
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.prefix.lower_tiers import LowerBlocks
@@ -282,16 +283,24 @@ class FleetViewBuilder:
         """Return the instances of a large pool to consider: those that are `named`, and the best of those that are eligible."""
 
         def chosen(eligible: Callable[[InstanceRecord], bool]) -> Shortlist:
-            return loads.chosen(keys, self._prefix_knowledge.indexes(), named, decision_number, eligible)
+            return loads.chosen(keys, self._prefix_knowledge.indexes(), named, decision_number, eligible, sends)
 
         placeable = frozenset(("",)) if self._instances.has_healthy(pool) else frozenset(("", UNHEALTHY))
         unfit = self._unfit(request, pool)
 
-        def eligible(record: InstanceRecord) -> bool:
+        def candidate_of(record: InstanceRecord) -> Candidate:
             snapshot = record.candidate_snapshot
             if snapshot is None or not snapshot.since <= now < snapshot.until:
                 snapshot = self._refresh(record, now)
-            candidate = snapshot.candidate
+            return snapshot.candidate
+
+        def sends(record: InstanceRecord) -> bool:
+            candidate = candidate_of(record)
+            asked = request.sliceable_tokens and candidate.instance_id not in request.exclude
+            return bool(asked and candidate.kv_gives) and candidate.excluded in ANSWERING
+
+        def eligible(record: InstanceRecord) -> bool:
+            candidate = candidate_of(record)
             return (
                 candidate.excluded in placeable
                 and not candidate.produces_only

@@ -20,6 +20,8 @@ from pointsman_router.core.prefix.exact_index import PrefixIndex
 MAX_FULL_VIEW = 64
 # Number of instances with most of the prompt, per index, that are considered in a larger pool.
 MOST_CACHED = 24
+# Number of those besides them, per index, that get no requests and can send what they have cached.
+MOST_SENDING = 4
 # Number of least loaded instances, per order, that are considered in a larger pool.
 LEAST_LOADED = 16
 # Weight of a token in decode against a token to prefill, as in `unified`.
@@ -89,11 +91,13 @@ class PoolLoads:
         named: Iterable[str],
         turn: int,
         eligible: Callable[[InstanceRecord], bool],
+        sends: Callable[[InstanceRecord], bool],
     ) -> Shortlist:
         """Return the instances to consider; none if none is eligible.
 
         They are those that are `named`, and of the `eligible` ones those that hold most of `keys` in each index and the least
-        loaded. Among equally loaded ones, `turn` (the number of the pool's decisions so far) decides.
+        loaded. Among equally loaded ones, `turn` (the number of the pool's decisions so far) decides. Besides them come those of
+        the others that hold most of `keys` and of which `sends` says that they can send them.
         """
         found: dict[str, InstanceRecord] = {}
         for order in (self._by_requests, self._by_work):
@@ -108,7 +112,7 @@ class PoolLoads:
         if not found:
             return Shortlist([], blocks)
         for index in indexes if keys else ():
-            blocks[index] = cached = self._most_cached(keys, index, eligible, found)
+            blocks[index] = cached = self._most_cached(keys, index, eligible, sends, found)
             found.update((name, self._records[name]) for name in cached)
         found.update((name, self._records[name]) for name in named if name in self._records)
         return Shortlist([found[name] for name in sorted(found)], blocks)
@@ -147,19 +151,24 @@ class PoolLoads:
         keys: Sequence[int],
         index: PrefixIndex,
         eligible: Callable[[InstanceRecord], bool],
+        sends: Callable[[InstanceRecord], bool],
         known: Container[str],
     ) -> dict[str, int]:
         """Return the instances that hold most of `keys`, with their numbers of blocks. Those in `known` are eligible."""
         cached: dict[str, int] = {}
+        room, sending = MOST_CACHED, MOST_SENDING
         for count, mask in index.runs(keys, self._mask(index)):
-            room = MOST_CACHED - len(cached)
             # If more instances than are needed hold equally much, those with the least work come first.
             alike = index.owners(mask) if mask.bit_count() <= room else self._holding(mask, index)
             for name in alike:
                 if name in known or eligible(self._records[name]):
                     cached[name] = count
-                    if len(cached) == MOST_CACHED:
+                    room -= 1
+                    if not room:
                         return cached
+                elif sending and sends(self._records[name]):
+                    cached[name] = count
+                    sending -= 1
         return cached
 
     def _mask(self, index: PrefixIndex) -> int:
