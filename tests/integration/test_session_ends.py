@@ -70,7 +70,10 @@ async def test_a_session_of_a_request_has_the_name_that_a_delete_gives_it(tmp_pa
         for name, path in names.items():
             assert (await post(up, Endpoint.CHAT.value, json=CHAT, headers={"X-Session-ID": name}))[0] == 200
             assert await delete(up, f"/v1/sessions/{path}") == 204
-        ended = await ended_sessions(up, len(names))
+            assert (await post(up, Endpoint.CHAT.value, json=CHAT | {"session_id": name}))[0] == 200
+            assert await delete(up, f"/v1/sessions/{path}") == 204
+        ended = await ended_sessions(up, 2 * len(names))
+        assert ended[::2] == ended[1::2]
         assert ended == [(place.tenant, place.session_id) for place in up.router.places]
         assert max(len(session_id) for _, session_id in ended) <= 128
 

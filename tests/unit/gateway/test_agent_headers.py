@@ -70,6 +70,7 @@ def test_agents_of_one_run_that_send_one_cache_key_have_sessions_of_their_own() 
         (CLAUDE | {"X-Dynamo-Session-ID": "d"}, {"session_id": "body"}, "body"),
         (CLAUDE | {"X-Dynamo-Session-ID": "d"}, {"prompt_cache_key": "cache"}, "d"),
         (CLAUDE | {"session-id": "codex", "x-session-affinity": "last"}, {}, "run:a2"),
+        (CLAUDE | {"X-Session-ID": "undefined"}, {}, "run:a2"),
         ({"session_id": "s", "x-session-affinity": "last"}, {}, "s"),
         ({"thread-id": "t", "X-Claude-Code-Agent-Id": "a"}, {"prompt_cache_key": "cache"}, "cache"),
     ],

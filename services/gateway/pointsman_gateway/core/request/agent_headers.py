@@ -60,9 +60,9 @@ def agent_identity(headers: Headers) -> AgentIdentity:
     """Return what a request's headers tell. What means nothing is ignored."""
     final = headers.get(FINAL_HEADER).lower() in ("true", "1")
     for row in PROGRAMS:
-        if not (run := _id(headers, row.session)):
+        if not (run := header_id(headers, row.session)):
             continue
-        agent, parent = _id(headers, row.agent), _id(headers, row.parent)
+        agent, parent = header_id(headers, row.agent), header_id(headers, row.parent)
         if not row.agent:
             return AgentIdentity(run, parent=parent if parent != run else "", final=final)
         if agent in ("", run):
@@ -72,7 +72,6 @@ def agent_identity(headers: Headers) -> AgentIdentity:
     return AgentIdentity(final=final)
 
 
-def _id(headers: Headers, name: str) -> str:
+def header_id(headers: Headers, name: str) -> str:
     """Return an id; empty if there is none, or one that programs write for a value that they do not have."""
-    found = headers.get(name) if name else ""
-    return "" if found.strip().lower() in _NO_ID else found
+    return "" if (found := headers.get(name)).strip().lower() in _NO_ID else found

@@ -17,7 +17,7 @@ from pointsman_gateway.core.api.errors import ApiRequestError
 from pointsman_gateway.core.api.prompt_length import check_output, check_tokens
 from pointsman_gateway.core.forwarded_headers import upstream_headers
 from pointsman_gateway.core.http_message import Headers
-from pointsman_gateway.core.request.agent_headers import SESSION_HEADER, AgentIdentity, agent_identity
+from pointsman_gateway.core.request.agent_headers import SESSION_HEADER, AgentIdentity, agent_identity, header_id
 from pointsman_gateway.core.request.gen_ai_attributes import request_attributes
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.sessions import Sessions, bounded_id
@@ -88,7 +88,7 @@ class RequestPreparer:
         prompt, keys, request_id, tenant = tokens.prompt, tokens.keys, context.request_id, client.tenant
         agent = agent_identity(headers) if self._agent_headers else AgentIdentity()
         # Codex gives the requests of all agents of a run one prompt_cache_key.
-        hint = headers.get(SESSION_HEADER) or call.session_id or agent.session or call.prompt_cache_key
+        hint = header_id(headers, SESSION_HEADER) or call.session_id or agent.session or call.prompt_cache_key
         chain = keys if prompt is None else _chain(keys, prompt)
         if not call.endpoint.generates:
             session = ""

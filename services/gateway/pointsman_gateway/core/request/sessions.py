@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-
-MAX_SESSION_ID = 128
 
 
 def bounded_id(text: str) -> str:
     """Return `text` if it is printable ASCII without spaces and 1 to 128 characters long, else a name made from its hash."""
-    if 0 < len(text) <= MAX_SESSION_ID and text.isascii() and text.isprintable() and " " not in text:
+    if 0 < len(text) <= 128 and text.isascii() and text.isprintable() and " " not in text:
         return text
+    with suppress(UnicodeError):  # of a header, whose bytes are characters
+        text = text.encode("latin-1").decode()
     return f"h-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
 
 
