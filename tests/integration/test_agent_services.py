@@ -79,6 +79,21 @@ async def test_engines_come_and_go_with_their_endpoints(up: Cluster) -> None:
     await eventually(lambda: up.known() == {0}, "the slice has another engine")
 
 
+async def test_two_ports_of_a_service_are_followed_side_by_side(up: Cluster, tmp_path: Path) -> None:
+    services = ["llm/vllm:a", "llm/vllm:b"]
+    agent = RunningAgent([], [up.router.address], tmp_path / "ports", engine_services=services)
+    try:
+        ports = [{"name": name, "port": engine.port} for name, engine in zip("ab", up.engines, strict=True)]
+        up.api.change("ADDED", endpoint_slice("s", [endpoint("127.0.0.1")], ports=ports))
+        await eventually(lambda: up.known() == {0, 1}, "both engines")
+        up.api.change("MODIFIED", endpoint_slice("s", [endpoint("127.0.0.1"), endpoint("127.0.0.1")], ports=ports))
+        await eventually(lambda: up.api.watches >= 3, "all watch")
+        assert up.known() == {0, 1}
+        assert not any(stream.goodbye for stream in up.router.streams)
+    finally:
+        await agent.stop()
+
+
 def reported(loads: list[pb.Load], healthy: bool, problem: str) -> bool:
     """Whether the last load says this."""
     return (loads[-1].healthy, loads[-1].problem) == (healthy, problem)

@@ -14,6 +14,7 @@ from pointsman_common.core.key_report_types import Delta
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.apply_agent_reports import KEEP_IDLE_S, KEEP_OUT_S
 from pointsman_router.core.instances.engine_life import OVERDUE_S
+from pointsman_router.core.instances.instance_orders import InstanceOrder
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.placement_types import InstanceState, Load, PrefixSource
 from pointsman_router.core.router_state import RouterState
@@ -454,6 +455,22 @@ def test_without_agents_a_pool_is_placed_on_by_what_is_known_while_it_answers() 
     record = state_.instances.get("a")
     assert record is not None
     assert (record.state, record.kept) == (InstanceState.READY, False)
+
+
+@pytest.mark.parametrize("why", ["asleep", "drained", "cordoned", "unhealthy"])
+def test_an_instance_without_agent_stays_while_the_others_of_its_pool_take_no_requests(why: str) -> None:
+    state_ = fleet("a", "b", lost_instance_s=10.0)
+    if why == "drained":
+        state_.handle(ev.DrainsChanged({"b": "1"}), 1.0)
+    elif why == "cordoned":
+        state_.handle(ev.OrdersChanged({"b": InstanceOrder(cordoned=True)}), 1.0)
+    else:
+        load = Load(1.0, suspended="asleep") if why == "asleep" else Load(1.0, healthy=False)
+        state_.handle(ev.LoadReported(2, "b", load), 1.0)
+    state_.handle(ev.AgentLost(1, "a"), 1.0)
+    for second in range(2, 60):
+        state_.handle(ev.Tick(), float(second))
+    assert placed(state_, "late", 60.0) == "a"
 
 
 def out_without_agent(*names: str) -> tuple[RouterState, float]:

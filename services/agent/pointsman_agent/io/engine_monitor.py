@@ -317,7 +317,8 @@ class EngineMonitor:
         except Exception as error:
             self._scrape_failed(self._fault("a scrape of the engine failed in the agent", error))
         if self.instances and self._life.gone(time.monotonic()):
-            await self._stop("the engine stopped answering")
+            # Gateways may reach it all the same: its routers decide by what it answers to them.
+            await self._stop("the engine stopped answering", goodbye=False)
 
     async def _refuses_all(self, probe: EngineProbe) -> bool:
         try:
@@ -603,17 +604,17 @@ class EngineMonitor:
             self._log.warning("the engine's load is unknown", reason=reason)
         self._report_life()
 
-    async def _stop(self, goodbye: str, replaced_by: Collection[str] = ()) -> None:
-        """Stop all instances. `goodbye`: why they end; empty: the engine still runs. `replaced_by`: ids of instances that are
-        reported next. A cancellation does not interrupt the stops: the next call, at the latest that at the end of `run`, waits
-        for them."""
+    async def _stop(self, reason: str, replaced_by: Collection[str] = (), *, goodbye: bool = True) -> None:
+        """Stop all instances. `reason`: why they end; empty: the engine still runs. `replaced_by`: ids of instances that are
+        reported next. `goodbye`: whether routers remove the others. A cancellation does not interrupt the stops: the next call,
+        at the latest that at the end of `run`, waits for them."""
         instances, self.instances = self.instances, {}
         self._last_loads.clear()
         self._newest_steps.clear()
         self._to_forward.clear()
         for instance in instances.values():
-            leaves = bool(goodbye or replaced_by) and instance.instance.instance_id not in replaced_by
-            stop = instance.stop(goodbye or instance.end_reason, goodbye=leaves)
+            leaves = bool(reason or replaced_by) and instance.instance.instance_id not in replaced_by
+            stop = instance.stop(reason or instance.end_reason, goodbye=goodbye and leaves)
             self._stopping.add(asyncio.create_task(stop))
         if not self._stopping:
             return

@@ -118,8 +118,8 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
     )
     monitors.set_engines("", {address.url: address for address in addresses})
     tasks = [
-        asyncio.create_task(follow(service, partial(monitors.set_engines, str(service))), name=f"follow {service}")
-        for service in map(parse_engine_service, settings.engine_services)
+        asyncio.create_task(follow(parse_engine_service(text), partial(monitors.set_engines, text)), name=f"follow {text}")
+        for text in settings.engine_services
     ]
     for router, channel in channels.items():
         reporting = report_absent_engines(router, channel, metadata, agent_context.agent_id, monitors.all)

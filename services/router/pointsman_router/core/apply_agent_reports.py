@@ -10,6 +10,7 @@ from pointsman_router.core.instances.stale_reservations import stale_reservation
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman_router.core.load.reservations import Reservations
+from pointsman_router.core.placement_types import InstanceState
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.requests.life_evidence import LifeEvidence
 from pointsman_router.core.requests.placement_plans import PlacementPlans
@@ -203,7 +204,8 @@ class AgentReports:
         loads and keys. Mutates."""
         effects: list[ev.Effect] = []
         records = self._instances.records()
-        reported = {record.info.model for record in records if record.lost_at is None}
+        # What is drained, asleep or out answers nobody in the place of an instance that is removed.
+        reported = {record.info.model for record in records if record.lost_at is None and _takes_requests(record)}
         loads_s, keys_s = load_interval_s(len(records)), key_interval_s(len(records))
         for record in records:
             sent = (record.load_interval_s, record.key_interval_s)
@@ -240,7 +242,7 @@ class AgentReports:
 
     def _keeps(self, record: InstanceRecord, others: bool, now: float) -> str:
         """Return why an instance stays although its agent is gone, for people; empty if it does not. `others`: whether another
-        instance of its pool has an agent."""
+        instance of its pool has an agent and takes requests."""
         life = record.life
         assert record.lost_at is not None
         if now - life.sign_at <= self._lost_instance_s:
@@ -248,7 +250,7 @@ class AgentReports:
         if life.opened and now - max(record.lost_at, life.out_since) <= KEEP_OUT_S:
             return "its engine is out, and may answer a request on trial"
         if not others and now - max(record.lost_at, life.sign_at) <= KEEP_IDLE_S:
-            return "no instance of its pool has an agent"
+            return "no instance of its pool that has an agent takes requests"
         return ""
 
     def _reporter(self, stream_id: int, instance_id: str) -> InstanceRecord | None:
@@ -277,3 +279,7 @@ class AgentReports:
     def _remove(self, instance_id: str) -> None:
         self._instances.remove(instance_id)
         self._prefix_knowledge.forget(instance_id)
+
+
+def _takes_requests(record: InstanceRecord) -> bool:
+    return record.state in (InstanceState.READY, InstanceState.SYNCING) and not record.life.opened
