@@ -15,7 +15,8 @@ import zmq.asyncio
 
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman_agent.core.kv_events import BlockRemoved
-from pointsman_agent.io import report_to_router
+from pointsman_agent.io import engine_monitor, report_to_router
+from pointsman_agent.io.instance_monitor import InstanceMonitor
 from pointsman_agent.io.state_file import StateFile
 from pointsman_common.core.block_keys import prompt_keys
 from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, running
@@ -380,6 +381,47 @@ async def test_each_rank_is_an_instance(context: zmq.asyncio.Context, router: Fa
         assert [hellos[name].data_parallel_rank for name in sorted(hellos)] == [0, 1]
         loads = {stream.hello.instance.data_parallel_rank: stream.loads[-1].running for stream in router.streams}
         assert loads == {0: 0, 1: 1}
+    finally:
+        await engine.stop()
+
+
+async def test_ranks_are_prepared_together(
+    context: zmq.asyncio.Context, router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replay of each may take seconds that do not come."""
+    all_wait, prepare = asyncio.Barrier(2), InstanceMonitor.prepare
+
+    async def together(monitor: InstanceMonitor) -> None:
+        await all_wait.wait()
+        await prepare(monitor)
+
+    monkeypatch.setattr(InstanceMonitor, "prepare", together)
+    engine = FakeEngine(context)
+    engine.ranks = [0, 1]
+    await engine.start()
+    try:
+        async with running(engine.url, [router.address], tmp_path):
+            await eventually(lambda: len(router.streams) == 2, "both ranks")
+    finally:
+        await engine.stop()
+
+
+async def test_a_page_that_lacks_a_rank_is_not_another_process(
+    context: zmq.asyncio.Context, router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_monitor, "RANKS_GONE_AFTER", 10_000)
+    engine = FakeEngine(context, process_start=None)
+    engine.ranks = [0, 1]
+    await engine.start()
+    try:
+        async with running(engine.url, [router.address], tmp_path):
+            await eventually(lambda: len(router.streams) == 2, "both ranks")
+            for ranks in ([0], [0, 1]):
+                engine.ranks = ranks
+                scrapes = engine.scrapes
+                await eventually(lambda since=scrapes: engine.scrapes > since + 2, "scrapes")  # type: ignore[misc]
+            assert len(router.streams) == 2
+            assert not any(stream.ended for stream in router.streams)
     finally:
         await engine.stop()
 

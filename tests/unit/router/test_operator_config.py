@@ -122,5 +122,12 @@ def test_what_is_over_is_bounded(beyond: int) -> None:
     assert len(config.merged(config).orders) == MAX_LIFTED
 
 
+def test_drains_that_were_undone_keep_no_drain_from_its_instance() -> None:
+    config = OperatorConfig().with_drain("bad", "1", 0)
+    for number in range(MAX_DRAINS):
+        config = config.with_drain(f"i{number}", "1", 2 * number + 1).with_drain(f"i{number}", "", 2 * number + 2)
+    assert config.drained["bad"] == "1"
+
+
 def test_a_report_of_another_replica_that_is_nested_too_deep_is_empty() -> None:
     assert ReplicaInfo.read('{"of_a_later_version":' + "[" * 5_000) == ReplicaInfo()

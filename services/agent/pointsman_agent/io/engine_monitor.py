@@ -423,8 +423,12 @@ class EngineMonitor:
 
     async def _update_instances(self, probe: EngineProbe, scrape: Scrape) -> None:
         """Update `instances` to those of the process that answered. Raises ProbeError."""
-        tokens = _total(sample.generation_tokens for sample in scrape.ranks.values())
-        queries = _total(sample.prefix_cache_queries for sample in scrape.ranks.values())
+        tokens = queries = None
+        if (
+            self.instances.keys() <= scrape.ranks.keys()
+        ):  # The sums over fewer ranks would look like those of another process.
+            tokens = _total(sample.generation_tokens for sample in scrape.ranks.values())
+            queries = _total(sample.prefix_cache_queries for sample in scrape.ranks.values())
         if tokens is not None and tokens != self._generated:
             self._generated, self._generated_at = tokens, time.monotonic()
         seen = self._identity.observe(scrape.process_start, tokens, queries, run=scrape.run)
@@ -505,7 +509,12 @@ class EngineMonitor:
                     speculative=sample.speculative,
                     saw_start=saw_start,
                 )
-                await started[rank].prepare()
+            # All at once: one whose replay does not answer takes seconds.
+            for prepared in await asyncio.gather(
+                *(monitor.prepare() for monitor in started.values()), return_exceptions=True
+            ):
+                if isinstance(prepared, BaseException):
+                    raise prepared
         except BaseException as error:
             # The next scrape starts anew.
             for monitor in started.values():

@@ -118,7 +118,9 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
     )
     monitors.set_engines("", {address.url: address for address in addresses})
     tasks = [
-        asyncio.create_task(follow(parse_engine_service(text), partial(monitors.set_engines, text)), name=f"follow {text}")
+        asyncio.create_task(
+            follow(parse_engine_service(text), partial(monitors.set_engines, text)), name=f"follow {text}"
+        )
         for text in settings.engine_services
     ]
     for router, channel in channels.items():

@@ -145,7 +145,9 @@ def _drain_words(drain: Drain | None) -> str:
 def _bounded(drains: dict[str, Drain]) -> dict[str, Drain]:
     if len(drains) <= MAX_DRAINS:
         return drains
-    return dict(sorted(drains.items(), key=lambda item: (item[1], item[0]))[-MAX_DRAINS:])
+    # Those that were undone go first.
+    order = sorted(drains.items(), key=lambda item: (bool(item[1].incarnation), item[1], item[0]))
+    return dict(order[-MAX_DRAINS:])
 
 
 def _policy_order(config: OperatorConfig) -> tuple[float, bool, bytes]:
