@@ -57,7 +57,7 @@ def parse_engine_service(text: str) -> EngineService:
 
 class ServiceEndpoints:
     """The EndpointSlices of one Service. Terminating endpoints are no engines: a pod that ends still answers, and gets nothing
-    new. Endpoints that are not ready are engines that get nothing meanwhile: a busy engine can fail its readiness probe."""
+    new. Endpoints that are not ready are engines that count as unhealthy: a busy engine can fail its readiness probe."""
 
     def __init__(self, service: EngineService) -> None:
         self._service = service
