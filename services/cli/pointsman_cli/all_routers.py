@@ -7,7 +7,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,7 +34,7 @@ class Routers:
     addresses: dict[str, str]
     owners: dict[str, str]
     asked: str
-    started_ns: dict[str, int]
+    started_ns: dict[str, int] = field(default_factory=dict)
 
     def owner_of(self, pool: str) -> str:
         """Return the id of the router that places a pool's requests; that of the asked one if no live router owns the pool."""
