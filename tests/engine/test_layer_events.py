@@ -50,6 +50,13 @@ def test_blocks_that_a_receiver_releases_are_kept_until_no_write_reads_them(ask:
     assert result == {"early": False, "used": not aborted, "refused": False}
 
 
+@pytest.mark.parametrize(("passed_s", "writes"), [(0.0, 1), (1e6, 0)])
+def test_a_write_that_waited_for_a_thread_does_not_start_after_its_deadline(
+    ask: Any, passed_s: float, writes: int
+) -> None:
+    assert ask("waits_for_a_thread", passed_s=passed_s) == {"used": bool(writes), "writes": writes}
+
+
 @pytest.mark.parametrize("fault", ["none", "late"])
 def test_right_kv_passes_the_check(ask: Any, fault: str) -> None:
     assert ask("wrong_kv", fault=fault) == {

@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 
 from pointsman_connector.layerwise.overwrites import OverwriteMarks
 from pointsman_connector.layerwise.progress import Batch, ComputedBlocks
-from pointsman_connector.layerwise.sleeping_writes import SleepingTransferEngine
+from pointsman_connector.layerwise.sleeping_writes import SleepingTransferEngine, Sources
 from pointsman_connector.layerwise.stats import LayerwiseStats
 from pointsman_connector.layerwise.transfer import Receiver, Transfer
 
@@ -88,10 +88,7 @@ class LayerwisePusher(MooncakeConnectorWorker):
             receiver.idle.set()
 
     def _write(self, latest: float, session: str, src: list[int], dst: list[int], lengths: list[int]) -> int:
-        # A process that was stopped may resume here before the event loop has run its timers.
-        if self.sender_loop.time() > latest:
-            return -1
-        return self._send_blocks(session, src, dst, lengths)
+        return self._send_blocks(session, Sources(src, latest), dst, lengths)
 
     async def _pointers(
         self, transfer: Transfer, computed: ComputedBlocks, receiver: Receiver, batch: Batch

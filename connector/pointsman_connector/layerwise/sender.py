@@ -35,7 +35,7 @@ from pointsman_connector.layerwise.event_waiter import Event, EventWaiter
 from pointsman_connector.layerwise.kv_checks import Sums
 from pointsman_connector.layerwise.progress import ComputedBlocks, Delivery
 from pointsman_connector.layerwise.pusher import LEAST_WRITE_BYTES, LayerwisePusher
-from pointsman_connector.layerwise.sleeping_writes import WRITE_S
+from pointsman_connector.layerwise.sleeping_writes import WRITE_S, Sources
 from pointsman_connector.layerwise.stream_events import StreamEvents
 from pointsman_connector.layerwise.support import layers_without_region, unsupported_receiver
 from pointsman_connector.layerwise.transfer import Receiver, Transfer, session_of
@@ -356,7 +356,7 @@ class LayerwiseSender(LayerwisePusher):
         src, dst, lengths, errors, message = await super()._build_transfer_params(
             rest, agent_meta, local_regions, remote_regions
         )
-        conversation.deadline = self._last_write_deadline()
+        src, conversation.deadline = Sources(src, conversation.deadline), self._last_write_deadline()
         if never:
             message = message or "the prefill was aborted"
         elif late:

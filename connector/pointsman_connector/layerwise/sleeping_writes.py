@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 # Timeout of a write in the transport, s.
@@ -22,6 +22,7 @@ def queued_pieces(setting: str) -> int:
 # Maximum number of pieces that the transport is given at once. Each of vLLM's sender threads (`num_workers`, 10 by default) may
 # have a write in the queue for one receiver.
 MAX_PIECES = max(1, queued_pieces(os.environ.get("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535")) // 16)
+
 # Maximum duration of a write of more pieces, s: no part of it starts later than WRITE_S after the first.
 LONGEST_WRITE_S = 2 * WRITE_S
 
@@ -35,6 +36,15 @@ MEASURABLE_BYTES = 1 << 18
 QUERY_CPU_S = 0.0002
 # Weight of a new measurement in the moving average of a link's speed.
 NEW_SPEED_WEIGHT = 0.25
+
+
+class Sources(list[int]):
+    """Source addresses of a write, and `latest`: the time after which no part of it may start, s of time.monotonic(). vLLM's own
+    code passes them on from the sender's event loop to the thread that writes."""
+
+    def __init__(self, addresses: Iterable[int], latest: float) -> None:
+        super().__init__(addresses)
+        self.latest = latest
 
 
 class TransferEngine(Protocol):
@@ -69,7 +79,7 @@ class SleepingTransferEngine:
         engine: TransferEngine,
         *,
         sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._engine = engine
@@ -86,10 +96,12 @@ class SleepingTransferEngine:
         self, session: str, src: Sequence[int], dst: Sequence[int], lengths: Sequence[int]
     ) -> int:
         """Write `lengths` bytes from each of `src` to each of `dst` at `session` (host:port). Return 0 if all is written, else a
-        negative value. Returns at the latest LONGEST_WRITE_S and a nanosecond per byte after the start."""
-        began = self._clock()
+        negative value. A part starts at the latest WRITE_S after the first one, and not after `src.latest` if `src` are
+        Sources. It takes at most WRITE_S and a nanosecond per byte."""
+        latest = min(getattr(src, "latest", math.inf), self._clock() + WRITE_S)
         for start in range(0, len(src), MAX_PIECES):
-            if start and self._clock() - began > WRITE_S:
+            # A write may have waited for a thread, and a process that was stopped may resume here.
+            if self._clock() > latest:
                 return -1
             part = slice(start, start + MAX_PIECES)
             if status := self._write(session, src[part], dst[part], lengths[part]):

@@ -529,6 +529,25 @@ def released_while_it_is_written(model_folder: str, aborted: bool) -> dict[str, 
         return {"early": early, "used": used, "refused": "P" in both.receiver._refused}
 
 
+def waits_for_a_thread(model_folder: str, passed_s: float) -> dict[str, Any]:
+    """The write after the prefill waits until the sender's only thread is free; meanwhile `passed_s` pass."""
+    sent, received = list(range(1, 9)), list(range(40, 48))
+    with pair(model_folder, 6, num_workers=1) as both:
+        sender = both.sender
+        free = threading.Event()
+        executor = sender._sender_executor
+        executor.submit(free.wait, WITHIN_S)
+        sender._push_off = "a test"
+        both.ask("t", received)
+        both.begin("t")
+        both.step("t", sent, layer_s=0.001)
+        both.end("t", sent)
+        both._until(lambda: bool(executor._work_queue.qsize()))
+        sender.engine._clock = lambda: time.monotonic() + passed_s
+        free.set()
+        return {"used": both.arrived("t"), "writes": len(both.engine.writes)}
+
+
 def sleeps(model_folder: str, data_parallel_size: int) -> dict[str, int]:
     """How often the receiver sleeps in a step: without a request that waits for KV, in a step that computes, and in one that
     computes nothing."""

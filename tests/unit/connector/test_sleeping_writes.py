@@ -13,6 +13,7 @@ from pointsman_connector.layerwise.sleeping_writes import (
     SLEEP_SHARE,
     WRITE_S,
     SleepingTransferEngine,
+    Sources,
     queued_pieces,
 )
 
@@ -214,6 +215,17 @@ def test_no_part_begins_after_the_timeout() -> None:
     assert engine.batch_transfer_sync_write(HERE, range(pieces), range(pieces), [1] * pieces) < 0
     assert link.parts[-2:] == [MAX_PIECES, MAX_PIECES]
     assert link.now - began < LONGEST_WRITE_S
+
+
+def test_no_part_begins_after_the_sources_time() -> None:
+    link = Link(speed=MAX_PIECES)
+    engine = link.resting()
+    pieces = 4 * MAX_PIECES
+    sources = Sources(range(pieces), link.now + 1.5)
+    assert engine.batch_transfer_sync_write(HERE, sources, range(pieces), [1] * pieces) < 0
+    assert link.parts == [MAX_PIECES, MAX_PIECES]
+    assert engine.batch_transfer_sync_write(HERE, sources, range(pieces), [1] * pieces) < 0
+    assert link.parts == [MAX_PIECES, MAX_PIECES]
 
 
 @pytest.mark.parametrize(
