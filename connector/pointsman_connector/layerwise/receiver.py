@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from pointsman_connector.layerwise.checked_response import CheckedXferResponse
 from pointsman_connector.layerwise.kv_checks import RefusedSenders, Sums, differing
 from pointsman_connector.layerwise.sender import LayerwiseSender
-from pointsman_connector.layerwise.sleeping_writes import LONGEST_WRITE_S, WRITE_S
+from pointsman_connector.layerwise.sleeping_writes import patience_s
 
 logger = init_logger(__name__)
 
@@ -188,7 +188,9 @@ class LayerwiseWorker(LayerwiseSender):
             while not over and heard < len(answered):
                 heard = len(answered)
                 over, _ = await asyncio.wait(
-                    {answer, death}, timeout=sender_timeout_s(), return_when=asyncio.FIRST_COMPLETED
+                    {answer, death},
+                    timeout=patience_s(envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT),
+                    return_when=asyncio.FIRST_COMPLETED,
                 )
             reason = "the sender did not answer for it"
             if death in over:
@@ -199,12 +201,6 @@ class LayerwiseWorker(LayerwiseSender):
             answer.cancel()
             death.cancel()
             del self._answered_requests[answer]
-
-
-def sender_timeout_s() -> float:
-    """Return the timeout for a sender's next message, in s. A sender may start a last write one write timeout after the abort
-    timeout, and a write of many pieces may take two write timeouts."""
-    return envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT + WRITE_S + LONGEST_WRITE_S
 
 
 async def _wait_until_gone(worker_addr: str) -> None:

@@ -35,7 +35,7 @@ from pointsman_connector.layerwise.event_waiter import Event, EventWaiter
 from pointsman_connector.layerwise.kv_checks import Sums
 from pointsman_connector.layerwise.progress import ComputedBlocks, Delivery
 from pointsman_connector.layerwise.pusher import LEAST_WRITE_BYTES, LayerwisePusher
-from pointsman_connector.layerwise.sleeping_writes import WRITE_S, Sources
+from pointsman_connector.layerwise.sleeping_writes import Sources, last_start_s
 from pointsman_connector.layerwise.stream_events import StreamEvents
 from pointsman_connector.layerwise.support import layers_without_region, unsupported_receiver
 from pointsman_connector.layerwise.transfer import Receiver, Transfer, session_of
@@ -90,6 +90,8 @@ class LayerwiseSender(LayerwisePusher):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the engine's KV cache with the transfer engine, and decide whether layers can be pushed."""
         super().register_kv_caches(kv_caches)
+        if last_start_s(envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT) <= 0:
+            logger.warning("No KV is sent: MC_TRANSFER_TIMEOUT is too long for VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT")
         self._push_off = layers_without_region(
             (layer for layer in kv_caches if layer in self._layer_specs), self.registered_layer_names
         )
@@ -258,15 +260,16 @@ class LayerwiseSender(LayerwisePusher):
             del self._conversations[task]
 
     def _last_write_deadline(self) -> float:
-        """Return the time after which no write may start to receivers that sent a message now. They wait one write timeout
-        longer."""
-        return self.sender_loop.time() + envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT + WRITE_S
+        """Return the time after which no part of a write may start to receivers that sent a message now."""
+        return self.sender_loop.time() + last_start_s(envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT)
 
     def _start_pushing(self, meta: MooncakeXferMetadata) -> None:
         """Start to push to receivers whose prompt is still computed. Upstream rejects the receivers that do not fit."""
         local, remote, error = self._prepare_transfer_regions(meta)
         if error is not None or not self._fits(meta, local, remote):
             return
+        abort_s = envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
+        last_push_s = min(abort_s * LAST_WRITE_SHARE, last_start_s(abort_s))
         for request_id, (transfer_id, groups) in meta.req_blocks.items():
             transfer = self._transfers.setdefault(transfer_id, Transfer(transfer_id))
             if transfer.announced or transfer.aborted_at is not None or len(groups) != 1 or not groups[0]:
@@ -284,9 +287,7 @@ class LayerwiseSender(LayerwisePusher):
                 list(groups[0]),
                 local,
                 remote,
-                self.sender_loop.call_later(
-                    envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT * LAST_WRITE_SHARE, delivery.give_up
-                ),
+                self.sender_loop.call_later(last_push_s, delivery.give_up),
             )
             receiver.idle.set()
             transfer.receivers[(receiver.session, request_id)] = receiver

@@ -23,8 +23,10 @@ def queued_pieces(setting: str) -> int:
 # have a write in the queue for one receiver.
 MAX_PIECES = max(1, queued_pieces(os.environ.get("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535")) // 16)
 
-# Maximum duration of a write of more pieces, s: no part of it starts later than WRITE_S after the first.
-LONGEST_WRITE_S = 2 * WRITE_S
+# Time for which vLLM's receivers wait for a sender's next message, s beyond the abort timeout. It cannot be set.
+PATIENCE_S = 60.0
+# For a message's way to the sender, and for the nanosecond per byte that the transport adds to its timeout, s.
+MARGIN_S = 2.0
 
 # Share of a write's expected duration for which the waiting thread sleeps. For the rest the engine's own call waits.
 SLEEP_SHARE = 0.8
@@ -45,6 +47,17 @@ class Sources(list[int]):
     def __init__(self, addresses: Iterable[int], latest: float) -> None:
         super().__init__(addresses)
         self.latest = latest
+
+
+def patience_s(abort_s: float, write_s: float = WRITE_S) -> float:
+    """Return how long a receiver waits for a sender's next message, in s, by the abort timeout and that of a write."""
+    return abort_s + min(3 * write_s, PATIENCE_S)
+
+
+def last_start_s(abort_s: float, write_s: float = WRITE_S) -> float:
+    """Return how long after a receiver's message a part of a write to it may start, in s; negative if none may. The receiver
+    waits until it has ended. Receivers of version 0.1 wait only two write timeouts longer than the abort timeout."""
+    return min(abort_s + write_s, patience_s(abort_s, write_s) - MARGIN_S - write_s)
 
 
 class TransferEngine(Protocol):

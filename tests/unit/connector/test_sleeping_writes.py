@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from pointsman_connector.layerwise.sleeping_writes import (
-    LONGEST_WRITE_S,
     MAX_PIECES,
     SLEEP_SHARE,
     WRITE_S,
     SleepingTransferEngine,
     Sources,
+    last_start_s,
+    patience_s,
     queued_pieces,
 )
 
@@ -214,7 +215,7 @@ def test_no_part_begins_after_the_timeout() -> None:
     pieces = 4 * MAX_PIECES
     assert engine.batch_transfer_sync_write(HERE, range(pieces), range(pieces), [1] * pieces) < 0
     assert link.parts[-2:] == [MAX_PIECES, MAX_PIECES]
-    assert link.now - began < LONGEST_WRITE_S
+    assert link.now - began < 2 * WRITE_S
 
 
 def test_no_part_begins_after_the_sources_time() -> None:
@@ -226,6 +227,15 @@ def test_no_part_begins_after_the_sources_time() -> None:
     assert link.parts == [MAX_PIECES, MAX_PIECES]
     assert engine.batch_transfer_sync_write(HERE, sources, range(pieces), [1] * pieces) < 0
     assert link.parts == [MAX_PIECES, MAX_PIECES]
+
+
+@pytest.mark.parametrize("write_s", [1, 5, 20, 30, 60, 120])
+@pytest.mark.parametrize("abort_s", [4, 30, 60, 480])
+def test_a_write_ends_before_its_receiver_gives_up(abort_s: float, write_s: float) -> None:
+    # vLLM's own receivers wait for 60 s more than the abort timeout, whatever else is set.
+    assert patience_s(abort_s, write_s) <= abort_s + 60
+    assert last_start_s(abort_s, write_s) + write_s + 1 <= patience_s(abort_s, write_s)
+    assert last_start_s(abort_s, 30) >= abort_s, "with the default a prompt may be ready until the abort timeout"
 
 
 @pytest.mark.parametrize(
