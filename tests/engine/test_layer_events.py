@@ -57,6 +57,11 @@ def test_a_write_that_waited_for_a_thread_does_not_start_after_its_deadline(
     assert ask("waits_for_a_thread", passed_s=passed_s) == {"used": bool(writes), "writes": writes}
 
 
+def test_a_request_that_was_answered_stays_so_when_its_conversation_fails(ask: Any) -> None:
+    """vLLM's scheduler ends the engine if it is told a second time that a request was received."""
+    assert ask("fails_after_an_answer") == {"told": ["d-a", "d-b"], "invalid": [41]}
+
+
 @pytest.mark.parametrize("fault", ["none", "late"])
 def test_right_kv_passes_the_check(ask: Any, fault: str) -> None:
     assert ask("wrong_kv", fault=fault) == {

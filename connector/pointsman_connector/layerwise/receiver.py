@@ -45,7 +45,7 @@ class LayerwiseWorker(LayerwiseSender):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._awaited: set[str] = set()
         self._arrived = threading.Event()
-        self._answered_requests: dict[asyncio.Task[None], set[str]] = {}
+        self._answered_requests: dict[asyncio.Task[Any] | None, set[str]] = {}
         self._refused = RefusedSenders()
         self._checks: set[asyncio.Task[None]] = set()
         super().__init__(*args, **kwargs)
@@ -170,7 +170,9 @@ class LayerwiseWorker(LayerwiseSender):
         return differing(sums, self._block_sums.now([blocks[-place] for place, _ in sums]))
 
     def _handle_failed_recv(self, pull_metas: dict[str, PullReqMeta], req_ids: Collection[str], reason: str) -> None:
-        super()._handle_failed_recv(pull_metas, req_ids, reason)
+        # Upstream also names the requests that the sender has answered before the conversation fails.
+        answered = self._answered_requests.get(asyncio.current_task(), ())
+        super()._handle_failed_recv(pull_metas, [request for request in req_ids if request not in answered], reason)
         self._arrived.set()
 
     async def receive_kv_from_single_worker(self, worker_addr: str, pull_metas: dict[str, PullReqMeta]) -> None:

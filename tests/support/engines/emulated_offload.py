@@ -529,6 +529,40 @@ def released_while_it_is_written(model_folder: str, aborted: bool) -> dict[str, 
         return {"early": early, "used": used, "refused": "P" in both.receiver._refused}
 
 
+def fails_after_an_answer(model_folder: str) -> dict[str, list[Any]]:
+    """A sender answers one request of a message, and then fails: what the receiver is told to be over, with the blocks that lack
+    KV, in this order."""
+    with pair(model_folder, 2) as both:
+        sender: Any = both.sender
+        may_fail = asyncio.Event()
+
+        async def serve(identity: bytes, sock: Any, meta: Any) -> None:
+            answer = upstream.MooncakeXferResponse(upstream.MooncakeXferResponseStatus.CONTINUE, ok_reqs=["d-a"])
+            await sock.send_multipart((identity, sender._encoder.encode(answer)))
+            await may_fail.wait()
+            raise RuntimeError("a test")
+
+        sender.send_kv_to_decode = serve
+        pulls = {}
+        for name, block in (("a", 40), ("b", 41)):
+            pulls[f"d-{name}"] = upstream.PullReqMeta(f"d-{name}", name, [[block]], "P", "http://p:1")
+            pulls[f"d-{name}"].pull_tasks_count = 1
+        address = f"tcp://{sender.hostname}:{sender.side_channel_port}"
+        coroutine = both.receiver.receive_kv_from_single_worker(address, pulls)
+        conversation = asyncio.run_coroutine_threadsafe(coroutine, both.receiver.receiver_loop)
+        told: list[Any] = []
+
+        def tells() -> bool:
+            told.extend(sorted(both.receiver.transfer_results(idle=False).finished_recving))
+            return bool(told)
+
+        both._until(tells)
+        sender.sender_loop.call_soon_threadsafe(may_fail.set)
+        conversation.result(WITHIN_S)
+        tells()
+        return {"told": told, "invalid": sorted(both.receiver.get_block_ids_with_load_errors())}
+
+
 def waits_for_a_thread(model_folder: str, passed_s: float) -> dict[str, Any]:
     """The write after the prefill waits until the sender's only thread is free; meanwhile `passed_s` pass."""
     sent, received = list(range(1, 9)), list(range(40, 48))
