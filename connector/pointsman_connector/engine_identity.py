@@ -1,8 +1,9 @@
 """Announcement on an engine's own /metrics of what makes it interchangeable with others: weights, types, overrides, tokenizer.
 
 Types are those in use: an engine that got "auto" announces what it took. Files are compared by digests, so that copies of a model
-in different folders are equal, and another model in a folder of the same name is not. What this vLLM does not tell is announced
-as empty, which contradicts nothing.
+in different folders are equal, and another model in a folder of the same name is not. A hub's model may lie there as a whole, or
+only with what vLLM has downloaded, so only files that every engine loads count. What this vLLM does not tell is announced as
+empty, which contradicts nothing.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ LABELS = (
 # Bytes that are read of each file of weights, at its begin, middle and end: 1,000 files cost as little as one of 100 MB.
 _SAMPLE_BYTES = 16_384
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_WEIGHTS_INDEX = "model.safetensors.index.json"
+# A tokenizer.json has what vocabularies, merges and added tokens say; which of these lie beside it depends on the downloader.
+_FAST_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template*")
 _TOKENIZER = (
     "tokenizer*",
     "chat_template*",
@@ -142,7 +146,7 @@ def _layout(vllm_config: VllmConfig) -> Mapping[str, str]:
 
 def weights_digest(folder: Path) -> str:
     """Return a digest of a model's configuration and of samples of its weights; "" without files of weights."""
-    files = next((found for kind in _WEIGHTS if (found := sorted(folder.glob(kind)))), [])
+    files = _weight_files(folder)
     if not files:
         return ""
     parts: list[bytes] = []
@@ -159,9 +163,19 @@ def weights_digest(folder: Path) -> str:
     return _digest(parts)
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files of weights that vLLM loads: all of the first kind that there is, or those of them that the index names."""
+    files = next((found for kind in _WEIGHTS if (found := sorted(folder.glob(kind)))), [])
+    if not (index := folder / _WEIGHTS_INDEX).exists():
+        return files
+    named = set(json.loads(index.read_bytes())["weight_map"].values())
+    return [file for file in files if file.name in named] or files
+
+
 def tokenizer_digest(folder: Path) -> str:
     """Return a digest of the files of a tokenizer and its chat template; "" without any."""
-    files = sorted({file for kind in _TOKENIZER for file in folder.glob(kind) if file.is_file()})
+    kinds = _FAST_TOKENIZER if (folder / "tokenizer.json").exists() else _TOKENIZER
+    files = sorted({file for kind in kinds for file in folder.glob(kind) if file.is_file()})
     return _digest([part for file in files for part in (file.name.encode(), file.read_bytes())]) if files else ""
 
 

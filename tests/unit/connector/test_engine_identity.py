@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +110,23 @@ def test_copies_of_a_model_are_equal_and_other_files_are_not(module: Any, model:
     assert differences(one, announced(module, config(copy))) == ("weights",)
     (copy / "chat_template.jinja").write_text("another")
     assert differences(one, announced(module, config(copy))) == ("tokenizer", "weights")
+
+
+def test_files_that_only_a_whole_download_has_do_not_count(module: Any, model: Path, tmp_path: Path) -> None:
+    """vLLM downloads what it loads, other programs all files of a commit."""
+    (model / "model.safetensors").rename(model / "model-1.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    (model / "tokenizer_config.json").write_text("{}")
+    kept, another = (tmp_path / f"models--maker--model/snapshots/{digit * 40}" for digit in "12")
+    lazy = announced(module, config(shutil.copytree(model, kept)))
+    for name in ("consolidated.safetensors", "tokenizer.model", "vocab.json", "merges.txt", "special_tokens_map.json"):
+        (kept / name).write_text("{}")
+    assert announced(module, config(kept)) == lazy
+    assert compatible(lazy, announced(module, config(model)), Use.KV), "a folder with a copy"
+    shutil.copytree(model, another)
+    (another / "model-1.safetensors").write_bytes(bytes(99_999) + b"1")
+    (another / "tokenizer.json").write_text('{"model": {}}')
+    assert differences(lazy, announced(module, config(another))) == ("tokenizer", "weights")
 
 
 def test_overrides_and_quantisation_count(module: Any, model: Path) -> None:
