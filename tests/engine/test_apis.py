@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from pointsman_gateway.core.api import Endpoint, parse
 from pointsman_gateway.core.api.anthropic_messages import merged_system, system_only_first
+from pointsman_gateway.core.request.transfer_params import prefill_request, transfer_obstacle
 from pointsman_gateway.io.tokenizer_files import load_tokenizer
 from tests.support.engines.chat_client import fresh_words, user
 from tests.support.engines.servers import SERVED_NAME, Engine
@@ -190,6 +192,69 @@ def test_vllm_moves_late_system_messages_where_we_say_it_does(vllm: Vllm) -> Non
     call = parse(Endpoint.MESSAGES, json.dumps(body).encode())
     assert call.chat is not None
     assert merged_system(call.chat)["messages"] == theirs["messages"]
+
+
+# What of the bodies vLLM accepts.
+_ACCEPTED = """
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+def accepts(path, body):
+    kind = ChatCompletionRequest if "chat" in path else CompletionRequest
+    try:
+        kind.model_validate(body).to_sampling_params(100, {})
+    except Exception:
+        return False
+    return True
+
+answer = [accepts(path, body) for path, body in asked]
+"""
+# Values of the fields of which one may demand or exclude another.
+_FIELDS: dict[str, Any] = {
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "n": 2,
+    "max_tokens": 9,
+    "max_completion_tokens": 9,
+    "min_tokens": 5,
+    "stop": ["x"],
+    "ignore_eos": True,
+    "logprobs": 1,
+    "top_logprobs": 2,
+    "logprob_token_ids": [5, 6],
+    "include_stop_str_in_output": True,
+    "allowed_token_ids": [1, 2],
+    "bad_words": ["x"],
+    "logit_bias": {"5": 1.0},
+    "use_beam_search": True,
+    "echo": True,
+    "temperature": 0.0,
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "a"},
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+    "tool_choice": "required",
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+    "truncate_prompt_tokens": 5,
+    "return_token_ids": True,
+}
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.COMPLETION])
+def test_a_prefills_body_is_accepted_where_the_clients_own_is(vllm: Vllm, endpoint: Endpoint) -> None:
+    prompt: dict[str, Any] = {"messages": [user("a")]} if endpoint is Endpoint.CHAT else {"prompt": "a"}
+    own = [
+        {"model": "m", **prompt, **{name: _FIELDS[name] for name in names}}
+        for count in (1, 2, 3)
+        for names in itertools.combinations(_FIELDS, count)
+    ]
+    accepted = vllm.ask(_ACCEPTED, [(endpoint.value, body) for body in own])
+    calls = [parse(endpoint, json.dumps(body).encode()) for body, good in zip(own, accepted, strict=True) if good]
+    prefills = [prefill_request(call, {}) for call in calls if not transfer_obstacle(call)]
+    assert len(prefills) > len(own) / 4
+    sent = [(path, json.loads(body)) for path, body in prefills]
+    refused = [body for (_, body), good in zip(sent, vllm.ask(_ACCEPTED, sent), strict=True) if not good]
+    assert not refused, refused[:3]
 
 
 def test_messages_are_the_engines_own_and_placed_by_exact_tokens(

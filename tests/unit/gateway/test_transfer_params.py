@@ -56,6 +56,11 @@ def test_another_apis_prompt_is_sent_as_the_chat_that_it_is() -> None:
     assert "stop" not in body
 
 
+def test_a_prefill_asks_for_no_logprobs() -> None:
+    made = call(stream=True, logprobs=True, top_logprobs=2, logprob_token_ids=[5])
+    assert "logprob" not in kv.prefill_request(made, {})[1].decode()
+
+
 @pytest.mark.parametrize(
     "answer",
     [

@@ -43,6 +43,7 @@ _ANSWER_ONLY = (
     "ignore_eos",
     "logprobs",
     "top_logprobs",
+    "logprob_token_ids",
     "include_stop_str_in_output",
     "allowed_token_ids",
     "bad_words",
@@ -87,9 +88,8 @@ def supports_inline_kv_transfer(call: ApiCall) -> bool:
     field that a template may show."""
     if not call.stream or call.endpoint not in (Endpoint.CHAT, Endpoint.COMPLETION):
         return False
-    body = call.body
-    several = any(body.get(name) not in (None, 1) for name in ("n", "best_of")) or bool(body.get("use_beam_search"))
-    hidden = any(body.get(name) is not None for name in _MAYBE_IN_PROMPT)
+    several = any(call.body.get(name) not in (None, 1) for name in ("n", "best_of")) or call.body.get("use_beam_search")
+    hidden = any(call.body.get(name) is not None for name in _MAYBE_IN_PROMPT)
     return not several and not hidden and not transfer_obstacle(call)
 
 
