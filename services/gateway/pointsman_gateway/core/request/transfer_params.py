@@ -78,7 +78,7 @@ def transfer_obstacle(call: ApiCall) -> str:
         return "a prompt that only its own API can render"
     if call.body.get("prompt_embeds") is not None:
         return "prompt embeddings"
-    if call.body.get("prompt_logprobs") is not None:
+    if not call.reads_prefix_cache:
         return "prompt_logprobs recompute the prompt"
     return "several prompts" if call.prompts > 1 else ""
 
