@@ -123,7 +123,7 @@ class SleepingTransferEngine:
 
     def _write(self, session: str, src: Sequence[int], dst: Sequence[int], lengths: Sequence[int]) -> int:
         size, host = sum(lengths), session.rpartition(":")[0]
-        began = self._clock()
+        known, began = host in self._speeds, self._clock()
         batch = self._engine.batch_transfer_async_write(session, src, dst, lengths)
         if not batch:
             # The synchronous call also drops the engine's cached state of a peer that has ended.
@@ -135,7 +135,13 @@ class SleepingTransferEngine:
         status = self._engine.get_batch_transfer_status([batch])
         if status == 0 and size >= MEASURABLE_BYTES:
             landed_asleep = rest > 0 and self._cpu_clock() - asked < QUERY_CPU_S
-            self._learn(host, size / rest if landed_asleep else size / (self._clock() - began), at_least=landed_asleep)
+            if known:
+                self._learn(
+                    host, size / rest if landed_asleep else size / (self._clock() - began), at_least=landed_asleep
+                )
+            else:
+                # The first writes also wait until the connection is open, so their duration is no measure of the speed.
+                self._speeds.setdefault(host, math.inf)
         return status
 
     def _sleep_s(self, host: str, size: int) -> float:
@@ -145,11 +151,8 @@ class SleepingTransferEngine:
 
     def _learn(self, host: str, speed: float, *, at_least: bool) -> None:
         """Record the speed of a write to `host`, in bytes per second. `at_least`: the real speed may be higher. Mutates."""
-        before = self._speeds.get(host)
-        if before is None:
-            # The first write also opened the connection, so its duration is no measure of the speed.
-            self._speeds[host] = math.inf
-        elif at_least or before == math.inf:
+        before = self._speeds[host]
+        if at_least or before == math.inf:
             self._speeds[host] = speed
         else:
             self._speeds[host] = before + NEW_SPEED_WEIGHT * (speed - before)

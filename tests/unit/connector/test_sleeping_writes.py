@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -39,6 +39,8 @@ class Link:
     synchronous: int = 0
     # Number of pieces of each write that was begun.
     parts: list[int] = field(default_factory=list)
+    # Called once when the end of a write is waited for.
+    meanwhile: Callable[[], object] | None = None
 
     def resting(self) -> SleepingTransferEngine:
         return SleepingTransferEngine(self, sleep=self.sleep, clock=lambda: self.now, cpu_clock=lambda: self.spun)
@@ -63,12 +65,15 @@ class Link:
         if self.refuses:
             return 0
         self.parts.append(len(src))
-        number = 1_000 + len(self.slept) + int(self.now * 1e6)
+        number = 1_000 + len(self.parts)
         self.batches[number] = (self.now, self.now + self.opening_s + sum(lengths) / self.speed)
         self.opening_s = 0.0
         return number
 
     def get_batch_transfer_status(self, batches: list[int]) -> int:
+        if (meanwhile := self.meanwhile) is not None:
+            self.meanwhile = None
+            meanwhile()
         (number,) = batches
         began, lands = self.batches.pop(number)
         self.spin_until(min(lands, began + WRITE_S))
@@ -106,6 +111,16 @@ def test_opening_a_connection_says_nothing_of_its_speed() -> None:
     link = Link(opening_s=3.0)
     engine = known(link)
     assert write(engine, 5 * MB) == 0
+    assert link.slept == [pytest.approx(SLEEP_SHARE * 0.010)]
+
+
+def test_no_write_that_waits_for_a_connection_says_anything_of_its_speed() -> None:
+    link = Link(opening_s=3.0)
+    engine = link.resting()
+    link.meanwhile = lambda: write(engine, MB // 2)
+    assert write(engine, MB) == 0
+    assert link.now > 3
+    assert write(engine, 5 * MB) == write(engine, 5 * MB) == 0
     assert link.slept == [pytest.approx(SLEEP_SHARE * 0.010)]
 
 
