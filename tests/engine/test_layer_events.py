@@ -93,6 +93,11 @@ def test_a_request_whose_check_raises_an_error_has_failed(ask: Any) -> None:
     assert ask("repeated_check_fails") == {"used": False, "refused": False}
 
 
+def test_a_sender_that_cannot_be_reached_is_named_once(ask: Any) -> None:
+    (warning,) = ask("senders_out_of_reach", probes=3)
+    assert "tcp://p:1" in warning
+
+
 @pytest.mark.parametrize(("ranks", "idle"), [(1, 1), (2, 0)])
 def test_only_an_engine_of_one_rank_sleeps_in_idle_steps(ask: Any, ranks: int, idle: int) -> None:
     """Data-parallel ranks step together: one that sleeps delays all."""

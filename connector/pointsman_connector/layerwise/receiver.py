@@ -208,8 +208,8 @@ class LayerwiseWorker(LayerwiseSender):
 async def _wait_until_gone(worker_addr: str) -> None:
     """Return when no process listens at `worker_addr` any more.
 
-    A sender that is only stopped or slow still listens. Its writes may arrive later, so its receivers keep their blocks until the
-    timeout.
+    A sender that is only stopped or slow still listens, and one that cannot be reached may be there. Its writes may arrive later,
+    so its receivers keep their blocks until the timeout.
     """
     address = urlsplit(worker_addr)
     while True:
@@ -220,6 +220,6 @@ async def _wait_until_gone(worker_addr: str) -> None:
             await asyncio.sleep(GRACE_S)
             return
         except OSError as error:
-            logger.warning("Cannot reach the sender of KV at %s: %s", worker_addr, error)
+            logger.warning_once("Cannot reach the sender of KV at %s: %s", worker_addr, str(error))
             continue
         writer.close()

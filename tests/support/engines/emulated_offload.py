@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_conne
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+from pointsman_connector.layerwise import receiver as layerwise_receiver
 from pointsman_connector.layerwise import sender as layerwise_sender
 from pointsman_connector.layerwise.chunks import Chunk
 from pointsman_connector.layerwise.kv_checks import CheckSettings
@@ -580,6 +581,26 @@ def waits_for_a_thread(model_folder: str, passed_s: float) -> dict[str, Any]:
         sender.engine._clock = lambda: time.monotonic() + passed_s
         free.set()
         return {"used": both.arrived("t"), "writes": len(both.engine.writes)}
+
+
+def senders_out_of_reach(model_folder: str, probes: int) -> list[str]:
+    """The warnings of two receivers of the same sender, which each cannot reach it `probes` times before it is gone."""
+    warnings: list[str] = []
+    failures: list[OSError] = [*(OSError(113, "No route to host") for _ in range(probes)), ConnectionRefusedError()]
+
+    async def wait() -> None:
+        for _ in range(2):
+            with mock.patch.object(asyncio, "open_connection", mock.AsyncMock(side_effect=failures)):
+                await layerwise_receiver._wait_until_gone("tcp://p:1")
+
+    with (
+        mock.patch.multiple(layerwise_receiver, PROBE_S=0.0, GRACE_S=0.0),
+        mock.patch.object(
+            layerwise_receiver.logger, "warning", lambda text, *values, **_: warnings.append(text % values)
+        ),
+    ):
+        asyncio.run(wait())
+    return warnings
 
 
 def sleeps(model_folder: str, data_parallel_size: int) -> dict[str, int]:
