@@ -204,8 +204,10 @@ class AgentReports:
         loads and keys. Mutates."""
         effects: list[ev.Effect] = []
         records = self._instances.records()
-        # What is drained, asleep or out answers nobody in the place of an instance that is removed.
-        reported = {record.info.model for record in records if record.lost_at is None and _takes_requests(record)}
+        # What is drained, asleep or out answers nobody in the place of an instance that is removed. Mostly none is lost.
+        lost = any(record.lost_at is not None for record in records)
+        taking = (record for record in records if record.lost_at is None and _takes_requests(record)) if lost else ()
+        reported = {record.info.model for record in taking}
         loads_s, keys_s = load_interval_s(len(records)), key_interval_s(len(records))
         for record in records:
             sent = (record.load_interval_s, record.key_interval_s)
