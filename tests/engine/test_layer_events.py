@@ -50,6 +50,10 @@ def test_blocks_that_a_receiver_releases_are_kept_until_no_write_reads_them(ask:
     assert result == {"early": False, "used": not aborted, "refused": False}
 
 
+def test_a_receiver_is_told_of_a_timeout_when_no_write_to_it_is_in_progress(ask: Any) -> None:
+    assert ask("expires_while_it_is_written") == {"early": False, "used": False}
+
+
 @pytest.mark.parametrize(("passed_s", "writes"), [(0.0, 1), (1e6, 0)])
 def test_a_write_that_waited_for_a_thread_does_not_start_after_its_deadline(
     ask: Any, passed_s: float, writes: int

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,10 +42,6 @@ from pointsman_connector.layerwise.support import layers_without_region, unsuppo
 from pointsman_connector.layerwise.transfer import Receiver, Transfer, session_of
 
 logger = init_logger(__name__)
-
-# Share of the abort timeout after which no push is started. The receiver gets an error after the abort timeout, and no write may
-# be in progress then.
-LAST_WRITE_SHARE = 0.9
 
 # How long an answer waits for checksums: they come with the step that completes the prompt.
 SUMS_S = 5.0
@@ -243,33 +240,51 @@ class LayerwiseSender(LayerwisePusher):
     async def _serve(self, identity: bytes, sock: zmq.asyncio.Socket, message: bytes) -> None:
         task = asyncio.current_task()
         conversation = self._conversations[task] = _Conversation(self._last_write_deadline())
+        send = sock.send_multipart
         try:
             meta = self._xfer_meta_decoder.decode(message)
             conversation.session = session_of(meta)
             conversation.wanted = frozenset(
                 transfer_id for transfer_id, blocks in meta.req_blocks.values() if any(blocks)
             )
-            self._start_pushing(meta)
-            await self.send_kv_to_decode(identity, sock, meta)
+            send = partial(self._send_answer, sock, meta)
+            self._start_pushing(meta, conversation.deadline)
+            await self.send_kv_to_decode(identity, SimpleNamespace(send_multipart=send), meta)
             self._drop_answered_receivers(meta)
         except Exception as error:
             logger.exception("Could not serve a receiver of KV")
             refusal = MooncakeXferResponse(status=MooncakeXferResponseStatus.ERROR, err_msg=str(error))
-            await sock.send_multipart((identity, self._encoder.encode(refusal)))
+            await send((identity, self._encoder.encode(refusal)))
         finally:
             del self._conversations[task]
+
+    async def _send_answer(
+        self, sock: zmq.asyncio.Socket, meta: MooncakeXferMetadata, frames: tuple[bytes, bytes]
+    ) -> None:
+        """Send an answer to the message `meta`, when no write to a receiver that the answer refuses is in progress: the receiver
+        may reuse its blocks. Upstream refuses at any time, as after the abort timeout."""
+        answer = self._xfer_resp_decoder.decode(frames[1])
+        refused = meta.req_blocks if answer.status == MooncakeXferResponseStatus.ERROR else answer.err_reqs or ()
+        for request_id in refused:
+            transfer = self._transfers.get(meta.req_blocks[request_id][0])
+            if (
+                transfer is not None
+                and (receiver := transfer.receivers.get((session_of(meta), request_id))) is not None
+            ):
+                receiver.delivery.give_up()
+                await receiver.idle.wait()
+        await sock.send_multipart(frames)
 
     def _last_write_deadline(self) -> float:
         """Return the time after which no part of a write may start to receivers that sent a message now."""
         return self.sender_loop.time() + last_start_s(envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT)
 
-    def _start_pushing(self, meta: MooncakeXferMetadata) -> None:
-        """Start to push to receivers whose prompt is still computed. Upstream rejects the receivers that do not fit."""
+    def _start_pushing(self, meta: MooncakeXferMetadata, deadline: float) -> None:
+        """Start to push to receivers whose prompt is still computed, until `deadline`. Upstream rejects the receivers that do not
+        fit."""
         local, remote, error = self._prepare_transfer_regions(meta)
         if error is not None or not self._fits(meta, local, remote):
             return
-        abort_s = envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
-        last_push_s = min(abort_s * LAST_WRITE_SHARE, last_start_s(abort_s))
         for request_id, (transfer_id, groups) in meta.req_blocks.items():
             transfer = self._transfers.setdefault(transfer_id, Transfer(transfer_id))
             if transfer.announced or transfer.aborted_at is not None or len(groups) != 1 or not groups[0]:
@@ -287,7 +302,7 @@ class LayerwiseSender(LayerwisePusher):
                 list(groups[0]),
                 local,
                 remote,
-                self.sender_loop.call_later(last_push_s, delivery.give_up),
+                self.sender_loop.call_at(deadline, delivery.give_up),
             )
             receiver.idle.set()
             transfer.receivers[(receiver.session, request_id)] = receiver

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
+from vllm import envs
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as upstream
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -562,6 +563,29 @@ def fails_after_an_answer(model_folder: str) -> dict[str, list[Any]]:
         conversation.result(WITHIN_S)
         tells()
         return {"told": told, "invalid": sorted(both.receiver.get_block_ids_with_load_errors())}
+
+
+def expires_while_it_is_written(model_folder: str) -> dict[str, bool]:
+    """The abort timeout passes while a write of the prompt's first layer reads it, and the second one is not computed."""
+    sent, received = list(range(1, 1 + PROMPT_BLOCKS)), list(range(40, 40 + PROMPT_BLOCKS))
+    abort_s = 1
+    with pair(model_folder, 6) as both, mock.patch.object(envs, "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", abort_s):
+        reads, may_read = threading.Event(), threading.Event()
+
+        def before_reading() -> None:
+            reads.set()
+            may_read.wait(WITHIN_S)
+
+        both.engine.before_reading = before_reading
+        both.writes_before = lambda layer: min(layer, 1)
+        both.ask("t", received)
+        both.begin("t")
+        both.step("t", sent, layer_s=0.001)
+        reads.wait(WITHIN_S)
+        time.sleep(abort_s + 0.5)
+        early = "d-t" in both.received()
+        may_read.set()
+        return {"early": early, "used": both.arrived("t")}
 
 
 def waits_for_a_thread(model_folder: str, passed_s: float) -> dict[str, Any]:
