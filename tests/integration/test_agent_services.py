@@ -12,6 +12,7 @@ import pytest
 import zmq.asyncio
 
 from pointsman.agent.v1 import agent_pb2 as pb
+from pointsman_agent.core import engine_life
 from pointsman_agent.io import engine_services
 from pointsman_agent.io.engine_services import FIRST_PAUSE_S
 from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, RunningAgent
@@ -55,7 +56,9 @@ async def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[C
             running.push_async_callback(part.stop)
         api = FakeKubernetes()
         monkeypatch.setenv("KUBECONFIG", str(await running.enter_async_context(api.serve(tmp_path))))
-        agent = RunningAgent([], [router.address], tmp_path / "state", engine_services=["llm/vllm:http"])
+        agent = RunningAgent(
+            [], [router.address], tmp_path / "state", engine_services=["llm/vllm:http"], save_interval_s=0.1
+        )
         up = Cluster(engines, router, api, agent)
         try:
             yield up
@@ -92,6 +95,28 @@ async def test_two_ports_of_a_service_are_followed_side_by_side(up: Cluster, tmp
         assert not any(stream.goodbye for stream in up.router.streams)
     finally:
         await agent.stop()
+
+
+async def test_what_was_saved_of_an_engine_goes_with_its_endpoint(up: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rollout would leave a file for each pod in a volume that may be small."""
+    monkeypatch.setattr(engine_life, "GONE_AFTER_S", 0.5)
+    for engine in up.engines:
+        engine.ranks = [0, 1]
+    up.api.change("ADDED", up.slice(0, name="a"))
+    up.api.change("ADDED", up.slice(1, name="b"))
+
+    def saved() -> set[str]:
+        return {path.name for path in up.agent.settings.state_dir.glob("*.blocks")}
+
+    files = [{f"127.0.0.1%3A{engine.port}%2F{rank}.blocks" for rank in (0, 1)} for engine in up.engines]
+    await eventually(lambda: saved() == files[0] | files[1], "the files of both engines")
+    up.api.change("DELETED", up.slice(0, name="a"))
+    await eventually(lambda: saved() == files[1], "those of the engine that stays")
+    await up.engines[1].stop()
+    await eventually(lambda: all(stream.ended for stream in up.router.streams), "it does not answer")
+    assert saved() == files[1], "it may come back"
+    up.api.change("DELETED", up.slice(1, name="b"))
+    await eventually(lambda: not saved(), "none")
 
 
 def reported(loads: list[pb.Load], healthy: bool, problem: str) -> bool:

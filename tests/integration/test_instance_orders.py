@@ -22,6 +22,7 @@ from structlog.testing import capture_logs
 
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_router.core.instances import instance_orders
+from pointsman_router.io import operator_config
 from pointsman_router.io.store import redis_scripts
 from tests.support.processes.pointsman import pointsman_command
 from tests.support.processes.redis import redis_server
@@ -192,6 +193,20 @@ async def test_each_change_is_logged_by_the_router_that_was_asked_and_by_those_t
         ("a", "cordon", False, ""): 2,
         ("b", "weight", 0.5, ""): 2,
     }
+
+
+async def test_a_drain_that_newer_ones_push_out_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator_config, "MAX_DRAINS", 2)
+    with capture_logs() as logged:
+        async with running() as (_, client):
+            for name in ("a", "b", "c"):
+                await Report(client).join(name)
+                await client.fleet.Drain(fleet_pb2.DrainRequest(instance_id=name))
+            states = {name: instance.state for name, instance in (await client.instances()).items()}
+    draining = fleet_pb2.INSTANCE_STATE_DRAINING
+    assert states == {"a": READY, "b": draining, "c": draining}
+    [line] = [line for line in logged if line["event"] == "drains have ended: newer ones take their places"]
+    assert line["instances"] == ["a"]
 
 
 async def test_a_heartbeat_carries_no_orders_that_its_router_has(tmp_path: Path) -> None:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
 from pointsman_agent.core.cached_blocks import CachedBlocks
-from pointsman_agent.io.state_file import SEQ_JUMP, StateFile, restore_cached_blocks, to_saved_state
+from pointsman_agent.io.state_file import (
+    OLD_S,
+    SEQ_JUMP,
+    StateFile,
+    remove_old_states,
+    remove_states,
+    restore_cached_blocks,
+    to_saved_state,
+)
 from pointsman_common.core.key_report_types import Tier
 from tests.support.kv_events import store
 
@@ -33,3 +42,22 @@ def test_state_round_trip(tmp_path: Path) -> None:
         assert (again.key_count, again.digest) == (cached_blocks.key_count, cached_blocks.digest)
         assert {tier: set(again.keys(tier)) for tier in Tier} == {tier: set(cached_blocks.keys(tier)) for tier in Tier}
     assert [path.name for path in file.path.parent.iterdir()] == [file.path.name]
+
+
+def test_files_of_engines_that_left_are_removed(tmp_path: Path) -> None:
+    ids = ["h:8000", "h:8000/0", "h:80001", "[::1]:8000", "[::1]:8000/11", "old:1"]
+    files = {name: StateFile(tmp_path, name).path for name in ids}
+    other = tmp_path / "other"
+    for file in (*files.values(), other):
+        file.touch()
+    for file in (files["old:1"], other):
+        os.utime(file, (0, 1_000.0))
+    remove_old_states(tmp_path, 999.0 + OLD_S)
+    assert files["old:1"].exists()
+    remove_old_states(tmp_path, 1_001.0 + OLD_S)
+    assert set(tmp_path.iterdir()) == {*files.values(), other} - {files["old:1"]}
+    remove_states(tmp_path, "h:8000")
+    remove_states(tmp_path, "[::1]:8000")
+    assert set(tmp_path.iterdir()) == {files["h:80001"], other}
+    remove_old_states(tmp_path / "none", 0.0)
+    remove_states(tmp_path / "none", "h:8000")

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import ssl
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -24,6 +25,7 @@ from pointsman_agent.io.gpu import GpuSampler
 from pointsman_agent.io.instance_monitor import AgentContext
 from pointsman_agent.io.monitored_engines import MonitoredEngines
 from pointsman_agent.io.settings import AgentSettings
+from pointsman_agent.io.state_file import remove_old_states, remove_states
 from pointsman_agent.io.status import make_app
 from pointsman_agent.io.step_load_receiver import receive_step_loads
 from pointsman_common.core.addresses import parse_address
@@ -104,7 +106,11 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
             sampler=sampler,
         )
 
-    monitors = MonitoredEngines(monitor)
+    def forget(address: EngineAddress) -> None:
+        remove_states(settings.state_dir, address.instance_id(None))
+
+    await asyncio.to_thread(remove_old_states, settings.state_dir, time.time())
+    monitors = MonitoredEngines(monitor, forget)
     if settings.metrics_listen:
         with listening(settings, "metrics_listen"):
             await _serve_status(settings.metrics_listen, monitors.all, resources)

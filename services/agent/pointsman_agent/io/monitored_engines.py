@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 import structlog
 
@@ -16,12 +17,14 @@ GONE = "its endpoint is gone"
 
 
 class MonitoredEngines:
-    """Runs a monitor for each engine. `make` returns the monitor of an address."""
+    """Runs a monitor for each engine. `make` returns the monitor of an address; `forget` removes what was saved of an engine that
+    has left."""
 
-    def __init__(self, make: Callable[[EngineAddress], EngineMonitor]) -> None:
+    def __init__(self, make: Callable[[EngineAddress], EngineMonitor], forget: Callable[[EngineAddress], None]) -> None:
         self.all: list[EngineMonitor] = []
         """The monitors that run, in the order of their start."""
         self._make = make
+        self._forget = forget
         self._tasks: dict[EngineMonitor, asyncio.Task[None]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._by_source: dict[str, tuple[Mapping[str, EngineAddress], frozenset[str]]] = {}
@@ -75,9 +78,15 @@ class MonitoredEngines:
         self.all.remove(monitor)
         task = self._tasks.pop(monitor)
         self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        task.add_done_callback(partial(self._left, monitor.address))
         monitor.leave(GONE)
         task.cancel()
+
+    def _left(self, address: EngineAddress, task: asyncio.Task[None]) -> None:
+        self._leaving.discard(task)
+        # Not of an engine that is monitored anew.
+        if all(monitor.address.url != address.url for monitor in self.all):
+            self._forget(address)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and not self._fault.done():

@@ -7,6 +7,7 @@ request a snapshot.
 
 from __future__ import annotations
 
+import math
 import os
 from array import array
 from collections.abc import Iterable
@@ -14,12 +15,17 @@ from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
+import structlog
 
 from pointsman_agent.core.cached_blocks import Block, BlockLocation, CachedBlocks
 from pointsman_agent.core.grouped_blocks import Group
 from pointsman_agent.core.kv_events import BlockHash
 
+log = structlog.get_logger()
+
 FORMAT = 2
+# Age from which files are removed when an agent starts, s. An engine that runs has published more since than it can replay.
+OLD_S = 7 * 86_400.0
 # Number of deltas by which an unclean sequence jumps ahead: more than an agent can send between two saves.
 SEQ_JUMP = 1 << 32
 
@@ -139,6 +145,28 @@ class StateFile:
         if msgspec.msgpack.decode(raw, type=_Header).format != FORMAT:
             return None
         return msgspec.msgpack.decode(raw, type=SavedState)
+
+
+def remove_states(folder: Path, instance_id: str) -> None:
+    """Remove the files of an engine that does not come back. `instance_id`: its instance's id, without a rank."""
+    file = StateFile(folder, instance_id).path
+    _remove([file, *folder.glob(f"{file.stem}{quote('/', safe='')}*.blocks")])
+
+
+def remove_old_states(folder: Path, now: float) -> None:
+    """Remove the files that were last written OLD_S before `now`, unix s: those of engines that left while no agent ran."""
+    _remove(folder.glob("*.blocks"), written_before=now - OLD_S)
+
+
+def _remove(files: Iterable[Path], written_before: float = math.inf) -> None:
+    for file in files:
+        try:
+            if file.stat().st_mtime < written_before:
+                file.unlink()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            log.warning("a saved state cannot be removed", path=str(file), reason=error.strerror or str(error))
 
 
 class _Header(msgspec.Struct):

@@ -38,7 +38,7 @@ from pointsman_router.core.router_state import RouterState, StateSettings
 from pointsman_router.io.convert import gateway_messages, key_limit_messages
 from pointsman_router.io.convert.operator_messages import policy_etag
 from pointsman_router.io.convert.sent_fleet import SentFleet
-from pointsman_router.io.operator_config import OperatorConfig, contradictions
+from pointsman_router.io.operator_config import MAX_DRAINS, OperatorConfig, contradictions
 from pointsman_router.io.settings import RouterSettings
 from pointsman_router.io.store.redis_store import RedisStore
 from pointsman_router.io.store.store import MemoryStore, Store, StoreEffect
@@ -671,6 +671,12 @@ class Router:
     def _log_changes(self, config: OperatorConfig) -> None:
         """Log changes of drains and orders. All replicas log them, not only the one that received the order."""
         before, self._operator_config = self._operator_config, config
+        if pushed_out := sorted(before.drained.keys() - config.drains.keys()):
+            log.warning(
+                "drains have ended: newer ones take their places",
+                instances=pushed_out[:MAX_LOGGED_CHANGES],
+                limit=MAX_DRAINS,
+            )
         # Not logged: orders that were lifted before this router received them, as a router that starts does.
         changes = [
             change
