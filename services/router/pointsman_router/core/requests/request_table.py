@@ -220,8 +220,8 @@ class RequestTable:
         )
 
     def fetch_failed(self, request_id: str, now: float, *, at_target: bool) -> None:
-        """Record that a request's step failed. If it was a fetch, its source is none for a while, unless the step's own instance
-        caused the failure (`at_target`). Mutates."""
+        """Record that a request's step failed. If it was a fetch, nothing is fetched from its source and to its target for a
+        while, unless the step's own instance caused the failure (`at_target`), which its life counts. Mutates."""
         if at_target:
             self._fetches.gone(request_id)
         else:
