@@ -142,9 +142,15 @@ class RequestTable:
         """Remove a request from its queue, if it waits: it is answered, or nobody waits for an answer any more. Mutates."""
         self.room.remove(request_id)
         if (state := self._open.get(request_id)) is not None:
+            if state.held is not None:
+                self.not_served(state.held)
             state.held = None
             if state.reservation is None:
                 del self._open[request_id]
+
+    def not_served(self, held: HeldRequest) -> None:
+        """Record that a request which waited, or could not, was not placed. Mutates."""
+        self.attained.take_back(held.pool, held.request, held.program_work, held.asked_at)
 
     def ask_again(self, held: HeldRequest, gateway_id: str) -> None:
         """Apply that a gateway asks again for a waiting request: the last one to ask gets the answer. Mutates."""
