@@ -12,6 +12,7 @@ from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.load.attained_service import FORGET_S, HALF_LIFE_S, MOST_S, AttainedService
 from pointsman_router.core.placement_types import Phase, PlacementRequest
+from pointsman_router.core.priority import Priority
 from pointsman_router.core.requests.fair_order import REQUEST_TOKENS
 from pointsman_router.core.requests.hold_queue import HeldRequest, HoldQueue, QueueSettings
 from pointsman_router.core.router_state import RouterState
@@ -166,6 +167,30 @@ def test_explain_shows_why_a_sub_agent_waited() -> None:
     assert answer.decision.notes == (
         "program_served: its program had been served 40,512 tokens lately, so others went first",
     )
+
+
+def test_what_is_refused_or_leaves_the_queue_is_no_service() -> None:
+    router = state(limits=SaturationLimits(1), queue=QueueSettings(size=1, timeout_s=30.0, fair="program"))
+    join(router, "a", 0)
+    ask(router, request("busy"), 0.0)
+
+    def served(now: float) -> float:
+        return router.requests.attained.tokens("m", of("root"), now)
+
+    for asked_at, ended_at, event in (
+        (1.0, 2.0, ev.Finished("left", "CANCELLED")),
+        (3.0, 34.0, ev.Tick()),  # the time that a request may wait has passed
+        (35.0, 36.0, ev.PlaceRequested(request("first", tenant="u", priority=Priority.INTERACTIVE), "g")),
+    ):
+        assert not ask(router, of("left", parent="root", tokens=9_000), asked_at)
+        assert served(asked_at) == pytest.approx(9_000 + REQUEST_TOKENS)
+        router.handle(event, ended_at)
+        assert served(ended_at) == pytest.approx(0.0)
+    # The queue is full.
+    [refused] = router.handle(ev.PlaceRequested(of("refused", parent="root", tokens=9_000), "g"), 37.0)
+    assert isinstance(refused, ev.Refused)
+    assert served(37.0) == pytest.approx(0.0)
+    router.check_invariants()
 
 
 def test_the_next_owner_counts_the_open_requests_that_gateways_announce() -> None:

@@ -31,6 +31,7 @@ from tests.support.router_values import candidate, join, place, request
 # A new token takes 1 ms, so the mean request, of 1,000 tokens, takes 1 s. A fetched token takes 0.1 ms, and each fetch 0.1 s.
 CURVE, MEAN, PRICE = PrefillCurve(0.0, 1e-3, 0.0), PrefillWork(1_000.0, 0.0), LoadPrice(0.1, 1e-4)
 POLICY = Foresight(fetch_min_tokens=512)
+NOBODY = frozenset[str]()
 KEYS = tuple(range(1, 257))  # 4,096 tokens
 TOKENS = 4_100
 KV = KvTransfer("MOONCAKE", "http://x")
@@ -241,18 +242,27 @@ def test_where_tokens_take_no_time_by_the_learned_price_no_wait_is_learned() -> 
     fetches.check_invariants(())
 
 
-def test_an_instance_is_no_source_for_a_while_after_a_failure() -> None:
+def test_after_a_failure_nothing_is_fetched_for_a_while_from_there_and_to_there() -> None:
     fetches = Fetches()
     fetches.opened("r", "m", "a", "b", KEYS, 4_096, 4_096, PRICE, 0.0, behind=False)
     fetches.failed("r", 1.0)
-    assert fetches.failing(1.0) == {"a"}
-    assert not fetches.failing(1.0 + AFTER_FAILURE_S)
+    assert fetches.failing(1.0) == (frozenset("a"), frozenset("b"))
+    assert fetches.failing(1.0 + AFTER_FAILURE_S) == (NOBODY, NOBODY)
     fetches.expire(1.0 + AFTER_FAILURE_S)
     fetches.check_invariants(())
     fetches.opened("r", "m", "a", "b", KEYS, 4_096, 4_096, PRICE, 0.0, behind=False)
     fetches.failed("r", 1.0)
     fetched(fetches, "s", 0.2, 2.0)
-    assert not fetches.failing(3.0), "it sends again"
+    assert fetches.failing(3.0) == (NOBODY, NOBODY), "it works again"
+
+
+@pytest.mark.parametrize("others", [("c", "b"), ("a", "c")])
+def test_who_fails_with_several_does_not_take_them_out(others: tuple[str, str]) -> None:
+    fetches = Fetches()
+    for name, (source, target) in (("r", ("a", "b")), ("s", others)):
+        fetches.opened(name, "m", source, target, KEYS, 4_096, 4_096, PRICE, 0.0, behind=False)
+        fetches.failed(name, 1.0)
+    assert fetches.failing(1.0) == (frozenset("a"), frozenset("b"))
 
 
 def test_what_is_on_its_way_is_known_to_prompts_that_begin_with_it() -> None:
@@ -332,7 +342,7 @@ def test_a_fetch_to_an_instance_that_computes_is_waited_for_and_says_nothing_of_
     made.check_invariants()
 
 
-def test_if_the_fetch_fails_the_instance_computes_and_the_source_gives_nothing_for_a_while() -> None:
+def test_if_the_fetch_fails_the_instance_computes_and_the_two_fetch_nothing_for_a_while() -> None:
     made = router()
     fetch(made)
     effects = made.handle(ev.StepDone("r", 0, ok=False, error="evicted"), 2.0)
@@ -345,6 +355,8 @@ def test_if_the_fetch_fails_the_instance_computes_and_the_source_gives_nothing_f
     made.handle(ev.Finished("r", "OK"), 3.0)
     again = fetch(made, "again", 4.0)
     assert not again.step.kv_source
+    source, target = again.decision.view.candidates
+    assert (source.kv_gives, bool(source.kv_takes), bool(target.kv_gives), target.kv_takes) == ("", True, True, "")
 
 
 def test_a_source_is_not_blamed_for_what_failed_where_the_prefix_goes() -> None:
@@ -352,7 +364,7 @@ def test_a_source_is_not_blamed_for_what_failed_where_the_prefix_goes() -> None:
     fetch(made)
     made.handle(ev.StepDone("r", 0, ok=False, error="no connection", instance_failed=True), 2.0)
     made.check_invariants()
-    assert not made.fetches.failing(2.0)
+    assert made.fetches.failing(2.0) == (NOBODY, NOBODY)
     made.handle(ev.Finished("r", "CANCELLED"), 3.0)
     assert not made.fetches
     assert fetch(made, "again", 4.0).step.kv_source == "a"

@@ -169,11 +169,12 @@ class FleetViewBuilder:
                 replace(candidate, held_for=held[candidate.instance_id]) if candidate.instance_id in held else candidate
                 for candidate in candidates
             ]
-        if failing := self._fetches.failing(now):
-            candidates = [
-                replace(candidate, kv_gives="") if candidate.instance_id in failing else candidate
-                for candidate in candidates
-            ]
+        for side, failing in zip(("kv_gives", "kv_takes"), self._fetches.failing(now), strict=True):
+            if failing:
+                candidates = [
+                    replace(candidate, **{side: ""}) if candidate.instance_id in failing else candidate
+                    for candidate in candidates
+                ]
         if request.single_instance:
             candidates = [replace(candidate, kv_gives="", kv_takes="") for candidate in candidates]
         if candidates and candidates[0].produces_only and all(candidate.produces_only for candidate in candidates):

@@ -19,7 +19,7 @@ from pointsman_router.core.placement_types import Transfers
 # Prior of the price until fetches are observed: two requests to engines, one after the other, and a network of 100 Gbit/s. It is
 # a fast one since a price that is too high is never corrected: nothing is fetched then.
 FETCH_LATENCY_S, FETCH_BYTES_S = 0.05, 1.25e10
-# How long an instance is no source after a fetch from it failed, s.
+# How long after a failed fetch nothing is fetched from its source, nor to its target, s.
 AFTER_FAILURE_S = 30.0
 # Weight of a new sample of the share for which a fetch waits, in the moving average.
 SHARE_WEIGHT = 0.2
@@ -61,8 +61,9 @@ class Fetches:
         self._shares: dict[str, float] = {}
         # Pool of which something was learned -> when a fetch last ended there, s.
         self._fetched_at: dict[str, float] = {}
-        # Source -> until when it is none, s.
-        self._failed: dict[str, float] = {}
+        # Source -> until when nothing is fetched from it, s; target -> until when nothing is fetched to it.
+        self._failed_from: dict[str, float] = {}
+        self._failed_to: dict[str, float] = {}
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -78,11 +79,13 @@ class Fetches:
         fit = self._fits.get(pool)
         return fit.samples if fit is not None else 0
 
-    def failing(self, now: float) -> frozenset[str]:
-        """Return the instances from which nothing is fetched, since a fetch failed lately."""
-        if not self._failed:
-            return frozenset()
-        return frozenset(instance_id for instance_id, until in self._failed.items() if until > now)
+    def failing(self, now: float) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the instances from which nothing is fetched, and those to which nothing is, since a fetch failed lately."""
+        sources, targets = (
+            frozenset(name for name, until in failed.items() if until > now)
+            for failed in (self._failed_from, self._failed_to)
+        )
+        return sources, targets
 
     def transfers(self, instance_id: str, keys: Sequence[int], now: float) -> Transfers | None:
         """Return what concerns a prompt with these block keys: what an instance sends to others, and which part of the prompt
@@ -135,7 +138,8 @@ class Fetches:
         if (fetch := self._open.get(request_id)) is None:
             return
         self.gone(request_id)
-        self._failed.pop(fetch.source, None)
+        self._failed_from.pop(fetch.source, None)
+        self._failed_to.pop(fetch.target, None)
         seconds = now - fetch.begun_at
         # Behind prefills it took longer than the transfer, so it says something only if it was faster than expected.
         learns = not fetch.behind or seconds < fetch.expected_s
@@ -152,10 +156,14 @@ class Fetches:
             self._shares[fetch.pool] = share + SHARE_WEIGHT * (min(max(waited, 0.0), 1.0) - share)
 
     def failed(self, request_id: str, now: float) -> None:
-        """End a fetch that failed, if the request has one. Mutates."""
-        if (fetch := self._open.get(request_id)) is not None:
-            self.gone(request_id)
-            self._failed[fetch.source] = now + AFTER_FAILURE_S
+        """End a fetch that failed, if the request has one. It may be the fault of its source or of its target: of the one that
+        another fetch has shown to fail, or else it counts for both. Mutates."""
+        if (fetch := self._open.get(request_id)) is None:
+            return
+        self.gone(request_id)
+        ends = ((self._failed_from, fetch.source), (self._failed_to, fetch.target))
+        for failed, name in [(failed, name) for failed, name in ends if failed.get(name, now) > now] or ends:
+            failed[name] = now + AFTER_FAILURE_S
 
     def gone(self, request_id: str) -> None:
         """End a fetch, if the request has one, of which nothing is learned. Mutates."""
@@ -167,8 +175,9 @@ class Fetches:
 
     def expire(self, now: float) -> None:
         """Drop failures, and what was learned of pools, that no longer count. Mutates."""
-        if self._failed:
-            self._failed = {name: until for name, until in self._failed.items() if until > now}
+        for failed in (self._failed_from, self._failed_to):
+            for name in [name for name, until in failed.items() if until <= now]:
+                del failed[name]
         for pool in [pool for pool, at in self._fetched_at.items() if at + FORGET_S <= now]:
             self.forget_pool(pool)
 

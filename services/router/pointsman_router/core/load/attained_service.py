@@ -1,8 +1,9 @@
 """What programs have had computed lately: the order of waiting requests lets the others go first. Pure; times in s on one clock.
 
 A program is a session with all sub-agents that name it, directly or through others. Its service is the sum of the tokens that its
-requests had to have computed, each counted when it came, plus those of its answers; it is halved every HALF_LIFE_S (least
-attained service: Rai, Urvoy-Keller and Biersack, SIGMETRICS 2003; with a half-life as in llm-d-router's program-aware fairness).
+requests had to have computed, each counted when it came until it leaves without a placement, plus those of its answers; it is
+halved every HALF_LIFE_S (least attained service: Rai, Urvoy-Keller and Biersack, SIGMETRICS 2003; with a half-life as in
+llm-d-router's program-aware fairness).
 
 Nothing is stored for the next owner of a pool: it counts the open requests that gateways announce, and what came before is
 worth little after some half-lives.
@@ -62,6 +63,11 @@ class AttainedService:
         service.tokens, service.at = service.now(now) + tokens, max(now, service.at)
         while len(self._of) > self._max:
             self._of.popitem(last=False)
+
+    def take_back(self, pool: str, request: PlacementRequest, tokens: float, added_at: float) -> None:
+        """Count no longer what `add` counted of a request at `added_at`, since it was not placed. Mutates."""
+        if (service := self._of.get((pool, request.session))) is not None:
+            service.tokens = max(service.tokens - tokens * exp2((added_at - service.at) / HALF_LIFE_S), 0.0)
 
     def expire(self, now: float) -> None:
         """Forget sessions whose programs have had nothing for long. Mutates."""

@@ -68,9 +68,10 @@ class HeldRequest(msgspec.Struct, frozen=True, gc=False):
     start_by: float = inf  # when it must be placed for that; inf: no limit
     waits_for: str = ""  # the instance that must first have less to do, by the policy; empty: any instance
     parked: bool = False  # whether it waits for the admission of its session, before anything else (parked_requests.py)
-    asked_at: float = 0.0  # when its client asked for it last, if it is parked
+    asked_at: float = 0.0  # when its client, if it is parked, or else its gateway asked for it last
     resumes: bool = False  # whether it is parked although its session is under way (AdmissionView.resumes)
     tenant_load: float | None = None  # the weighted size of its tenant's sessions for the tenant's weight, then
+    program_work: int = 0  # tokens that were counted as its program's service at `asked_at`
 
     @property
     def queue_key(self) -> QueueKey:

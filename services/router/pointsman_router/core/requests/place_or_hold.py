@@ -127,17 +127,19 @@ class HeldRequests:
             if previous_id:
                 return self.serve_there(request.request_id, now)
             return [replace(verdict, gateway_id=gateway_id)]
+        work = 0
         if not previous_id:
             if (late := self.refused_as_late(request, verdict, gateway_id)) is not None:
                 return [late]
             if self._requests.attained.on:  # the work of a held request takes a look at all instances
-                self._requests.attained.add(verdict.pool, request, _work(verdict) + REQUEST_TOKENS, now)
+                work = _work(verdict) + REQUEST_TOKENS
+                self._requests.attained.add(verdict.pool, request, work, now)
         if isinstance(verdict, Decision) and previous_id:
             verdict = replace(verdict, previous_id=previous_id)
         placeable = isinstance(verdict, Decision) and bool(verdict.result.steps)
         if isinstance(verdict, Decision) and placeable and not self._has_to_queue(verdict):
             return self._plans.commit(verdict, gateway_id, now)
-        held = self._held(request, gateway_id, verdict, now, previous_id)
+        held = replace(self._held(request, gateway_id, verdict, now, previous_id), program_work=work)
         displaced, why_not = self._waiting_room.displaced_by(held)
         if not why_not:
             effects = self.displace(displaced, now)
@@ -145,7 +147,10 @@ class HeldRequests:
             return [*effects, *(self.retry((verdict.pool,), now) if placeable else [])]
         if isinstance(verdict, Decision) and placeable:
             return self._plans.commit(verdict, gateway_id, now)
-        return self._answer(held, now, "queue_full", why_not)
+        effects = self._answer(held, now, "queue_full", why_not)
+        if self._requests.placed(request.request_id) is None:
+            self._requests.not_served(held)
+        return effects
 
     def has_place(self, pool: str, model: str, now: float) -> bool:
         """Return whether a further request of `model` could be placed, or could wait for it."""
@@ -246,6 +251,7 @@ class HeldRequests:
             0,
             for_room=True,
             previous_id=previous_id,
+            asked_at=now,
         )
         if (needed := request.ttft_deadline_s) is not None and not previous_id:
             held = replace(held, first_token_by=now + needed)

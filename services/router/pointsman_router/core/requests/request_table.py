@@ -142,9 +142,15 @@ class RequestTable:
         """Remove a request from its queue, if it waits: it is answered, or nobody waits for an answer any more. Mutates."""
         self.room.remove(request_id)
         if (state := self._open.get(request_id)) is not None:
+            if state.held is not None:
+                self.not_served(state.held)
             state.held = None
             if state.reservation is None:
                 del self._open[request_id]
+
+    def not_served(self, held: HeldRequest) -> None:
+        """Record that a request which waited, or could not, was not placed. Mutates."""
+        self.attained.take_back(held.pool, held.request, held.program_work, held.asked_at)
 
     def ask_again(self, held: HeldRequest, gateway_id: str) -> None:
         """Apply that a gateway asks again for a waiting request: the last one to ask gets the answer. Mutates."""
@@ -220,8 +226,8 @@ class RequestTable:
         )
 
     def fetch_failed(self, request_id: str, now: float, *, at_target: bool) -> None:
-        """Record that a request's step failed. If it was a fetch, its source is none for a while, unless the step's own instance
-        caused the failure (`at_target`). Mutates."""
+        """Record that a request's step failed. If it was a fetch, nothing is fetched from its source and to its target for a
+        while, unless the step's own instance caused the failure (`at_target`), which its life counts. Mutates."""
         if at_target:
             self._fetches.gone(request_id)
         else:
