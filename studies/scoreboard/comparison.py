@@ -181,7 +181,10 @@ class Comparison:
         return found
 
     def goal(self, goal: Goal) -> tuple[str, list[str]]:
-        """Return whether a goal is "met", "missed", or "open", and by which rivals it is not met."""
+        """Return whether a goal is "met", "missed", or "open", and by which rivals it is not met; by the reference itself if that
+        failed too many requests."""
+        if self.reference and self.failed_share(self.reference) > FAILED_SHARE:
+            return "missed", [self.reference]
         names = [name for name in self.rivals if name in goal.rivals or not goal.rivals]
         missed, still_open = [], []
         for name in names:

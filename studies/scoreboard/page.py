@@ -176,6 +176,8 @@ def _goals(comparisons: Sequence[Comparison]) -> str:
 
 def _goal(comparison: Comparison, goal: Goal) -> str:
     result, names = comparison.goal(goal)
+    if names == [comparison.reference]:
+        return f"**missed**: {comparison.reference} failed {comparison.failed_share(comparison.reference):.1%} of its requests"
     ratios = [(name, comparison.entry(name, goal.column).ratio or 0.0) for name in names]
     if goal.limit != 1.0:
         ratios = [(name, 1 / ratio) for name, ratio in ratios if ratio]

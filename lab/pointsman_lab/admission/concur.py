@@ -66,15 +66,14 @@ class Concur:
         return self._fill()
 
     def answered(self, program: str, answer: Answer, now: float) -> Sequence[Admitted]:
-        """An agent remains active in its tool calls."""
+        """An agent remains active in its tool calls. One whose client has left while it waited waits no more. Mutates."""
+        self._leave(program)
         return []
 
     def ended(self, program: str, now: float) -> Sequence[Admitted]:
         """Forget a program, and let others take its place. Mutates."""
         self._active.discard(program)
-        for queue in (self._paused, self._new):
-            if program in queue:
-                queue.remove(program)
+        self._leave(program)
         return self._fill()
 
     def tick(self, loads: Mapping[str, Load], now: float) -> Sequence[Admitted]:
@@ -90,6 +89,11 @@ class Concur:
         elif usage > U_HIGH and asked and found / asked < self._h_low:
             self._window = max(self._window * DECREASE, 1.0)
         return self._fill()
+
+    def _leave(self, program: str) -> None:
+        for queue in (self._paused, self._new):
+            if program in queue:
+                queue.remove(program)
 
     def _fill(self) -> list[Admitted]:
         admitted = []

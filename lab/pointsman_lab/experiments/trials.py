@@ -29,7 +29,7 @@ from pointsman_lab.workload.forks import Forks, with_forks
 from pointsman_lab.workload.session_starts import Arrivals, Session, draw_sessions
 from pointsman_lab.workload.subagents import Subagents, with_subagents
 from pointsman_lab.workload.trace_files import load_trace
-from pointsman_lab.workload.traces import TraceRequest, first_sessions
+from pointsman_lab.workload.traces import TraceRequest, first_sessions, require_think_times
 
 # A trace file, or a picklable function that returns the requests of a seed.
 TraceSource = Path | Callable[[int], Sequence[TraceRequest]]
@@ -95,6 +95,8 @@ def run_trial(
     ValueError (TraceError, SimulationError, SettingError) for a cell that cannot be run."""
     sessions = drawn(cell.workload, seed)
     config = replace(cell.simulation, seed=seed)
+    if config.timing == "think":
+        require_think_times(sessions)
     if config.policy in BOUNDS:
         records = LatencyBound(sessions, config).run()
         return records, measure(records, {})

@@ -126,7 +126,8 @@ async def _replay(settings: CalibrateSettings, number: int, scale: float) -> tup
     failed."""
     folder = settings.out / (f"load-{number}" if number else "warm-up")
     trace = folder / "trace.jsonl"
-    save_trace(trace, with_unique_ids(first_sessions(load_trace(settings.trace), settings.sessions), number))
+    requests = with_unique_ids(first_sessions(load_trace(settings.trace), settings.sessions), number)
+    save_trace(trace, requests)
     asked = ReplaySettings(
         trace=trace,
         url=settings.url,
@@ -134,6 +135,8 @@ async def _replay(settings: CalibrateSettings, number: int, scale: float) -> tup
         tokenizer=settings.tokenizer,
         token_scale=settings.token_scale,
         time_scale=scale,
+        timing="trace",
+        max_sessions=len(requests),  # the simulation has no limit either
         out=folder / "live",
     )
     replayed = await replay(asked)

@@ -13,7 +13,7 @@ from pointsman_lab.engine.block_cache import extend_hashes, root_hash
 from pointsman_lab.report.request_record import RequestRecord
 from pointsman_lab.workload.chat_maker import ChatMaker
 from pointsman_lab.workload.tokenizer import ChatTokenizer
-from pointsman_lab.workload.traces import TraceRequest
+from pointsman_lab.workload.traces import TraceRequest, id_span
 
 # Largest error that is acceptable, relative to live.
 GOAL = 0.15
@@ -43,7 +43,7 @@ class _StoredComparison(msgspec.Struct):
 
 def with_unique_ids(requests: Sequence[TraceRequest], number: int) -> list[TraceRequest]:
     """Return the trace with session and block ids that no other `number` has, so that no earlier run has its prompts cached."""
-    first = number * (1 + max((block for request in requests for block in request.hash_ids), default=0))
+    first = number * id_span(requests)
     return [
         msgspec.structs.replace(
             request,
@@ -89,7 +89,10 @@ def compare_runs(
     blocks."""
     found = []
     for metric, name, share in TIMES:
-        values = [[getattr(record, name) for record in run if record.ok] for run in (live, simulated)]
+        values = [
+            [time for record in run if record.ok and (time := getattr(record, name)) is not None]
+            for run in (live, simulated)
+        ]
         found.append(
             LiveComparison(metric, *(float(np.percentile(figures, share)) if figures else 0.0 for figures in values))
         )

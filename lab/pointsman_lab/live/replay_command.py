@@ -35,7 +35,14 @@ from pointsman_lab.report.terminal import make_console, make_progress
 from pointsman_lab.workload.chat_maker import ChatMaker
 from pointsman_lab.workload.tokenizer import TOKENIZER_DIR, ChatTokenizer
 from pointsman_lab.workload.trace_files import load_trace
-from pointsman_lab.workload.traces import TINY_TRACE, TraceError, TraceRequest, by_session, first_sessions
+from pointsman_lab.workload.traces import (
+    TINY_TRACE,
+    TraceError,
+    TraceRequest,
+    by_session,
+    first_sessions,
+    require_think_times,
+)
 
 OnBegin = Callable[[Sequence[Sequence[TraceRequest]], str], None]
 
@@ -201,7 +208,10 @@ async def replay(
     requests = load_trace(settings.trace)
     sessions = list(by_session(first_sessions(requests, settings.sessions)).values())
     if settings.timing == "think":
-        _require_think_times(settings.trace, requests)
+        try:
+            require_think_times(sessions)
+        except TraceError as error:
+            raise TraceError(f"{settings.trace}: {error}") from None
     chats = ChatMaker(requests, ChatTokenizer(settings.tokenizer).words, settings.token_scale)
     log = _GatewayLog(settings.breakdown_file)
     key = settings.api_key.get_secret_value()
@@ -303,12 +313,6 @@ class _GatewayLog:
                 summary = msgspec.json.decode(line, type=dict[str, Any])
                 found[str(summary["decision_id"])] = summary
         return found
-
-
-def _require_think_times(trace: Path, requests: Sequence[TraceRequest]) -> None:
-    for request in requests:
-        if request.turn > 1 and request.think_ms is None:
-            raise TraceError(f"{trace}: think_ms: missing in session {request.session} turn {request.turn}")
 
 
 async def _first_model(http: aiohttp.ClientSession, url: str) -> str:

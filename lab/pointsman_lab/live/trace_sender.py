@@ -15,6 +15,9 @@ from pointsman_lab.report.request_record import RequestRecord
 from pointsman_lab.workload.subagents import SubagentRequest
 from pointsman_lab.workload.traces import TraceRequest
 
+# Fields of a chunk's delta in which a token of the answer can come.
+ANSWER_FIELDS = ("content", "reasoning", "reasoning_content", "tool_calls")
+
 OnResult = Callable[[RequestRecord], None]
 Session = Sequence[TraceRequest]
 # Headers of a request, from its session and the session that started it ("": none).
@@ -150,16 +153,19 @@ class TraceSender:
                 record.instance = response.headers.get("X-Pointsman-Instance", "")
                 record.decision = response.headers.get("X-Pointsman-Decision", "")
                 if response.status == 200:
-                    await _read_stream(response, record, sent)
+                    await read_stream(response, record, sent)
                 else:
                     record.error = (await response.text())[:500]
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
             record.error = f"{type(error).__name__}: {error}"
+        except (AttributeError, IndexError, KeyError, TypeError, UnicodeDecodeError, RecursionError) as error:
+            record.error = f"an event of another API ({type(error).__name__}: {error})"
         record.e2e_s = time.monotonic() - sent
         return record
 
 
-async def _read_stream(response: aiohttp.ClientResponse, record: RequestRecord, sent: float) -> None:
+async def read_stream(response: aiohttp.ClientResponse, record: RequestRecord, sent: float) -> None:
+    """Read a streamed answer, whose request was `sent` at that time of time.monotonic(), into its record."""
     done = False
     async for line in response.content:
         if not line.startswith(b"data: "):
@@ -173,9 +179,9 @@ async def _read_stream(response: aiohttp.ClientResponse, record: RequestRecord, 
             continue
         chunk = msgspec.json.decode(data)
         if error := chunk.get("error"):
-            record.error = str(error.get("message", error))[:500]
+            record.error = str(error.get("message", error) if isinstance(error, dict) else error)[:500]
         choices = chunk.get("choices") or []
-        if record.ttft_s is None and choices and choices[0].get("delta", {}).get("content"):
+        if record.ttft_s is None and choices and any(map((choices[0].get("delta") or {}).get, ANSWER_FIELDS)):
             record.ttft_s = time.monotonic() - sent
         if used := chunk.get("usage"):
             record.prompt_tokens = used["prompt_tokens"]

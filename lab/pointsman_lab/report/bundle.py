@@ -32,6 +32,8 @@ from pointsman_lab.report.request_record import RequestRecord
 
 GPU_COLUMNS = ("time_s", "instance", "gpu", "utilisation", "memory_used_bytes", "memory_total_bytes")
 T = TypeVar("T")
+# What decoding a line that is no JSON of its kind raises.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class BundleError(ValueError):
@@ -145,7 +147,7 @@ def _read(path: Path) -> bytes:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(_read(path), type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise BundleError(f"{path}: {error}") from error
 
 
@@ -155,6 +157,6 @@ def _read_lines(path: Path, kind: type[T]) -> list[T]:
     for number, line in enumerate(_read(path).splitlines(), 1):
         try:
             items.append(decoder.decode(line))
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise BundleError(f"{path}:{number}: {error}") from error
     return items

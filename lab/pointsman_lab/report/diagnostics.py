@@ -147,13 +147,14 @@ class SessionShare:
     records: list[RequestRecord]  # the requests themselves, in the order of the run's records
 
 
-def hotspot(records: Sequence[RequestRecord]) -> Hotspot | None:
-    """Return the busiest instance with its TOP sessions, the longest open first; None for a run without answers."""
+def hotspot(records: Sequence[RequestRecord], known: Iterable[str] = ()) -> Hotspot | None:
+    """Return the busiest instance with its TOP sessions, the longest open first; None for a run without answers. `known`:
+    instances, also those without requests."""
     placed = [record for record in records if record.instance]
     if not placed:
         return None
     span = max(record.t_send + record.e2e_s for record in placed) - min(record.t_send for record in placed)
-    open_s: dict[str, float] = {}
+    open_s = dict.fromkeys(known, 0.0)
     for record in placed:
         open_s[record.instance] = open_s.get(record.instance, 0.0) + record.e2e_s
     name = max(open_s, key=lambda session: open_s[session])

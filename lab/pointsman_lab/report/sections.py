@@ -202,7 +202,7 @@ def _instances(name: str, run: Bundle, over_time: Timelines | None, scale: Mappi
 
 def _hotspot(name: str, run: Bundle, draw: bool) -> Section:
     section = Section(f"Hotspot of {name}")
-    spot = hotspot(run.records)
+    spot = hotspot(run.records, {sample.instance for sample in run.samples})
     if spot is None:
         return section
     section.note = (

@@ -57,6 +57,7 @@ class Clients:
         self._all_started = False
         # Number of sessions in flight, including those in _turns_over_the_cap.
         self._in_flight = 0
+        self._top_level = 0  # number of those that were asked and are nobody's sub-agents
         # First turns of sessions that wait because of max_sessions.
         self._turns_over_the_cap: deque[Turn] = deque()
         # By session: its sub-agents that have not started.
@@ -91,6 +92,7 @@ class Clients:
     def submit_at(self, turn: Turn, moment: float) -> None:
         """Schedule a request at `moment`, independent of its session's other requests. Mutates."""
         self._in_flight += 1
+        self._top_level += 1
         self._event_queue.schedule(moment, partial(self._ask, turn))
 
     @property
@@ -131,8 +133,11 @@ class Clients:
             if not self._running_subagents[turn.parent]:
                 del self._running_subagents[turn.parent]
                 self._schedule(self._waiting_turns.pop(turn.parent), now)
+            return
         # A sub-agent is no session of its own that would make room for another one under the cap.
-        elif self._turns_over_the_cap:
+        self._top_level -= 1
+        if self._turns_over_the_cap:
+            self._top_level += 1
             self._ask(self._turns_over_the_cap.popleft(), now)
 
     def _schedule(self, turn: Turn, now: float) -> None:
@@ -142,9 +147,10 @@ class Clients:
 
     def _begin(self, turn: Turn, now: float) -> None:
         self._in_flight += 1
-        if self._config.max_sessions and self._in_flight > self._config.max_sessions:
+        if self._config.max_sessions and self._top_level >= self._config.max_sessions:
             self._turns_over_the_cap.append(turn)
         else:
+            self._top_level += 1
             self._ask(turn, now)
         self.start()
 

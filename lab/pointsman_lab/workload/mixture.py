@@ -43,7 +43,8 @@ def mixed(
     rng = random.Random(f"mixture {seed}")
     sessions, others = list(by_session(main).values()), list(by_session(other).values())
     first, last = (extreme(turns[0].timestamp_ms for turns in sessions) for extreme in (min, max))
-    blocks = 1 + max(block for request in main for block in request.hash_ids)
+    ids, others_ids = ([block for request in trace for block in request.hash_ids] for trace in (main, other))
+    blocks = 1 + max(ids, default=0) - min(0, min(others_ids, default=0))
     found = list(main)
     chosen = rng.sample(others, min(round(len(sessions) * share / (1 - share)), len(others)))
     for number, turns in enumerate(chosen):

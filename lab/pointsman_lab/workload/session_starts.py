@@ -14,7 +14,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from pointsman_lab.workload.traces import TraceRequest, by_session
+from pointsman_lab.workload.traces import TraceRequest, by_session, id_span
 
 # One session's turns, in order.
 Session = Sequence[TraceRequest]
@@ -98,7 +98,7 @@ def _poisson_starts(phases: Iterable[tuple[float, float]], trace_rate: float, rn
 def _drawn_again(sessions: Sequence[Session], rng: random.Random) -> Iterator[Session]:
     """Yield all sessions in a random order, and then again in another one, without an end. Each time has other names of sessions
     and blocks, so that no request can use the KV of an earlier time."""
-    blocks = 1 + max((max(turn.hash_ids, default=0) for turns in sessions for turn in turns), default=0)
+    blocks = id_span(turn for turns in sessions for turn in turns)
     for time in count():
         for turns in rng.sample(sessions, len(sessions)):
             yield [

@@ -45,6 +45,8 @@ class LineError(ValueError):
 
 Amount = Annotated[int, msgspec.Meta(ge=0)]
 T = TypeVar("T")
+# What decoding a line that is no JSON of its kind raises.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class MooncakeLine(msgspec.Struct, frozen=True):
@@ -235,7 +237,7 @@ def format_of(number: int, line: bytes) -> str:
     """Return the format of a trace by its first line. Raises LineError if its fields match no format."""
     try:
         fields = msgspec.json.decode(line, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise LineError(number, f"{error}; {PAGE}") from error
     for name, distinctive in DISTINCTIVE_FIELDS.items():
         if distinctive <= fields.keys():
@@ -252,7 +254,7 @@ def _decoded(lines: Lines, kind: type[T]) -> Iterator[tuple[int, T]]:
     for number, line in lines:
         try:
             yield number, decoder.decode(line)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise LineError(number, str(error)) from error
 
 

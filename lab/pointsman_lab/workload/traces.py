@@ -46,6 +46,20 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.hash_ids[: self.input_length // self.block_size]
 
 
+def id_span(requests: Iterable[TraceRequest]) -> int:
+    """Return a number by multiples of which all block ids, also negative ones, can be shifted so that none becomes another."""
+    ids = [block for request in requests for block in request.hash_ids]
+    return 1 + max(ids, default=0) - min(0, min(ids, default=0))
+
+
+def require_think_times(sessions: Iterable[Sequence[TraceRequest]]) -> None:
+    """Raise TraceError if a turn after a session's first has no think_ms, by which it is sent."""
+    for turns in sessions:
+        for turn in turns[1:]:
+            if turn.think_ms is None:
+                raise TraceError(f"think_ms: missing in session {turn.session} turn {turn.turn}")
+
+
 def by_session(requests: Iterable[TraceRequest]) -> dict[str, list[TraceRequest]]:
     """Return the sessions in the order of their first requests, each with its turns in order."""
     sessions: dict[str, list[TraceRequest]] = {}

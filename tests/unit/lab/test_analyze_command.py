@@ -85,6 +85,9 @@ def test_the_hotspot_is_where_requests_are_open_longest() -> None:
         ("c", 1, 60),
     ]
     assert hotspot([]) is None
+    of_four = hotspot(RECORDS, ("i1", "idle", "also idle"))
+    assert of_four is not None
+    assert of_four.ratio == pytest.approx(47 / ((47 + 10.5) / 4))
     (worst, beside), *_ = slowest(RECORDS)
     assert (worst.session, worst.turn, beside) == ("a", 2, 1)
 

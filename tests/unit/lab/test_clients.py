@@ -65,6 +65,13 @@ def test_a_parents_next_turn_waits_for_its_subagents() -> None:
     assert {turn.request.session: turn.pool for _, turn in sent_turns} == {"p": "a", "c": "a", "d": "a", "q": "b"}
 
 
+def test_the_cap_counts_sessions_and_not_their_subagents() -> None:
+    family = [with_parent(turns_of(f"c{number}", 1), "p", 1) for number in range(3)]
+    sessions = [turns_of("p", 2), *family, *(turns_of(name, 1) for name in "qrst")]
+    found = {name: now for now, name in names(sent(sessions, answer_s=10.0, max_sessions=2))}
+    assert [found[f"{name}#1"] for name in "qrst"] == [0.0, 10.0, 20.0, 30.0], "beside p, whose turns take 30 s"
+
+
 def test_a_session_that_gives_up_ends_with_its_failed_turn_and_starts_no_subagents() -> None:
     sessions = [turns_of("p", 3), with_parent(turns_of("c", 1), "p", 2), turns_of("q", 2, at_s=9.0)]
     assert names(sent(sessions, failed=("p#1", "q#2"), gives_up=True)) == [(0, "p#1"), (9, "q#1"), (10, "q#2")]

@@ -489,6 +489,14 @@ def test_a_parked_client_can_disconnect() -> None:
     assert records["c", 1].e2e_s == pytest.approx(3.0)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_client_that_left_while_it_was_parked_may_have_further_turns(rule: str) -> None:
+    requests = [ask(f"s{at}", turn, 0.0, [at], 130, output=30) for at in range(12) for turn in (1, 2)]
+    records = simulate(requests, lab_admission=rule, leaves_after_s=1.0)
+    assert len(records) == len(requests)
+    assert 499 in {record.status for record in records.values()}
+
+
 def test_an_unknown_rule_is_refused() -> None:
     with pytest.raises(SimulationError, match="lab_admission: there is no rule 'nobody'"):
         SimulationConfig(lab_admission="nobody")

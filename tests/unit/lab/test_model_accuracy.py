@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from pointsman_lab.live.model_accuracy import (
     LiveComparison,
@@ -76,8 +77,14 @@ def test_simulated_engines_can_what_all_live_ones_can() -> None:
 
 
 def test_every_run_has_a_trace_of_its_own() -> None:
-    first, second = with_unique_ids(TRACE, 1), with_unique_ids(TRACE, 2)
-    blocks = [{block for request in trace for block in request.hash_ids} for trace in (TRACE, first, second)]
+    negative = [replace(request, hash_ids=tuple(-1 - block for block in request.hash_ids)) for request in TRACE]
+    for trace in (TRACE, negative):
+        _has_blocks_of_its_own(trace)
+
+
+def _has_blocks_of_its_own(trace: list[TraceRequest]) -> None:
+    first, second = with_unique_ids(trace, 1), with_unique_ids(trace, 2)
+    blocks = [{block for request in of for block in request.hash_ids} for of in (trace, first, second)]
     assert blocks[0].isdisjoint(blocks[1])
     assert blocks[1].isdisjoint(blocks[2])
     assert {request.session for request in first}.isdisjoint(request.session for request in second)

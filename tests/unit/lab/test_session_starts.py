@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from pointsman_lab.workload.session_starts import Arrivals, Session, draw_sessions
 from pointsman_lab.workload.traces import TraceRequest
@@ -53,8 +54,10 @@ def test_sustained_arrivals_last_as_long_as_wanted() -> None:
     assert len(starts) == pytest.approx(20_000 * 1.5 * TRACE_RATE, rel=0.1)
 
 
-def test_every_session_comes_equally_often_and_never_with_blocks_of_another_time() -> None:
-    drawn = draw_sessions(TRACE, Arrivals("sustained", sustained_s=2_000), 3)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_every_session_comes_equally_often_and_never_with_blocks_of_another_time(sign: int) -> None:
+    trace = [replace(turn, hash_ids=tuple(sign * (block + 1) for block in turn.hash_ids)) for turn in TRACE]
+    drawn = draw_sessions(trace, Arrivals("sustained", sustained_s=2_000), 3)
     assert len({turns[0].session for turns in drawn}) == len(drawn)
     owner: dict[int, str] = {}
     for turns in drawn:

@@ -123,6 +123,15 @@ def test_an_over_long_prompt_fails_alone() -> None:
     assert [(record.status, record.ok) for record in records] == [(400, False), (200, True)]
 
 
+def test_an_answer_ends_at_the_engines_context() -> None:
+    engine, long = EngineConfig(kv_blocks=100, max_model_len=200), ask("a", 1, 0.0, [], 190, output=100)
+    [record] = simulate([long], engine=engine, instances=1)
+    bound = SimulationConfig(engine=engine, policy="floor", instances=1)
+    [least] = LatencyBound([[long]], bound).run()
+    assert (record.output_tokens, least.output_tokens) == (10, 10)
+    assert least.e2e_s <= record.e2e_s
+
+
 @pytest.mark.parametrize("block_size", [64, 24, 8])
 def test_names_are_shared_where_ids_are(block_size: int) -> None:
     def names(session: str, ids: list[int], length: int) -> tuple[int, ...]:

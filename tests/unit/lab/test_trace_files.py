@@ -24,7 +24,8 @@ LINE: dict[str, Any] = {
 
 
 def write(path: Path, *lines: Any) -> Path:
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+    texts = (line if isinstance(line, str | bytes) else json.dumps(line) for line in lines)
+    path.write_bytes(b"".join((text.encode() if isinstance(text, str) else text) + b"\n" for text in texts))
     return path
 
 
@@ -62,6 +63,8 @@ def test_a_trace_is_read_in_the_order_of_time(tmp_path: Path) -> None:
         (LINE | {"hash_ids": [1]}, "hash_ids: 1 for input_length 1030"),
         (LINE | {"think_ms": -2}, r"\$.think_ms"),
         (LINE, "turn: 1 of session a occurs twice"),
+        (b'{"timestamp_ms": 1, "session_id": "caf\xe9"}', "can't decode byte"),
+        (b'{"timestamp_ms": 1, "other": ' + b"[" * 100_000, "recursion"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, field: str) -> None:

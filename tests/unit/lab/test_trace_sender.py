@@ -1,11 +1,16 @@
-"""When a TraceSender sends the turns of sessions with sub-agents."""
+"""When a TraceSender sends the turns of sessions with sub-agents, and what it reads of their answers."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import aiohttp
+import pytest
+
+from pointsman_lab.live import trace_sender
 from pointsman_lab.live.trace_sender import TraceSender, session_headers
 from pointsman_lab.report.request_record import RequestRecord
 from pointsman_lab.workload.subagents import SubagentRequest
@@ -60,6 +65,37 @@ def test_subagents_begin_with_their_parents_answer_and_its_next_turn_waits_for_t
     assert set(noted[2:4]) == {"c1 of p", "d1 of p"}
     assert noted[-4:] == ["c2 of p", "c2 done", "p2 of -", "p2 done"]
     assert len(sender.records) == 5
+
+
+class Answer:
+    """An answer whose body has these events."""
+
+    def __init__(self, *events: str) -> None:
+        self._lines = [f"data: {event}\n".encode() for event in events]
+
+    @property
+    async def content(self) -> AsyncIterator[bytes]:
+        for line in self._lines:
+            yield line
+
+
+def read(*events: str) -> RequestRecord:
+    record, answer = RequestRecord(session="s", turn=1), cast(aiohttp.ClientResponse, Answer(*events))
+    asyncio.run(trace_sender.read_stream(answer, record, 0.0))
+    return record
+
+
+@pytest.mark.parametrize(
+    "delta", ['{"content":"a"}', '{"reasoning":"a"}', '{"reasoning_content":"a"}', '{"tool_calls":[{"index":0}]}']
+)
+def test_the_first_token_may_be_one_of_reasoning_or_of_a_call(delta: str) -> None:
+    chunk = '{"choices":[{"delta":%s}]}'
+    assert read(chunk % '{"role":"assistant","content":""}', "[DONE]").ttft_s is None
+    assert read(chunk % "null", chunk % delta, "[DONE]").ttft_s is not None
+
+
+def test_an_error_may_be_a_text() -> None:
+    assert read('{"error":"overloaded"}').error == "overloaded"
 
 
 def test_a_subagents_requests_name_its_parent() -> None:

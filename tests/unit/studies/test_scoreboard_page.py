@@ -207,6 +207,15 @@ def test_a_limit_is_met_by_the_intervals_far_end() -> None:
     assert comparison.goal(of_cpu) == ("met", [])
 
 
+def test_a_reference_that_failed_its_requests_misses_its_goals() -> None:
+    own = rounds("pointsman auto", 1.0, 1.0, 1.0)
+    for stored in own:
+        assert stored.measures is not None
+        stored.measures.failed = stored.measures.requests // 2
+    found = goal_rows(own + rounds("vllm-router kv_aware", 2.0, 2.0, 2.0))
+    assert all("**missed**: pointsman auto failed 50" in result for result in found.values()), found
+
+
 def test_a_held_out_draw_is_told_beside_the_rounds_and_not_among_them() -> None:
     trials = rounds("pointsman auto", 1.0, 1.1, 1.0) + rounds("smg cache_aware", 2.0, 2.2, 2.0)
     trials += [trial("pointsman auto", HELD_OUT, 1.0), trial("smg cache_aware", HELD_OUT, 1.5)]
