@@ -54,6 +54,10 @@ class EngineConfig:
         if not len(self.vocabulary):
             raise ValueError("vocabulary is empty")
 
+    def answer_tokens(self, prompt: int, asked: int) -> int:
+        """Return the length of an answer of `asked` tokens to a prompt of `prompt` tokens: it ends at the context."""
+        return min(asked, self.max_model_len - prompt)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:

@@ -22,7 +22,6 @@ from pointsman_lab.simulation.config import SimulationConfig
 from pointsman_lab.simulation.event_queue import EventQueue
 from pointsman_lab.workload.block_names import PromptBlocks
 from pointsman_lab.workload.session_starts import Session
-from pointsman_lab.workload.traces import TraceRequest
 from pointsman_router.core.placement_types import route_class
 
 # Names that the lab's settings accept in place of a policy's name.
@@ -78,19 +77,18 @@ class LatencyBound:
             t_send=sent,
             cached_tokens=cached,
             prompt_tokens=request.input_length,
-            output_tokens=self._output(request),
+            output_tokens=self._answer_tokens(turn),
         )
         first = now + prefill_s(self._config, request.input_length, cached)
         self._event_queue.schedule(first, partial(self._first_token, record, turn, prompt))
 
-    def _output(self, request: TraceRequest) -> int:
-        """Return the length of an answer, which ends at the engines' context, in tokens."""
-        return min(request.output_length, self._config.engine.max_model_len - request.input_length)
+    def _answer_tokens(self, turn: Turn) -> int:
+        return self._config.engine.answer_tokens(turn.request.input_length, turn.request.output_length)
 
     def _first_token(self, record: RequestRecord, turn: Turn, prompt: NamedPrompt, now: float) -> None:
         self._cache.use(prompt.names)
         record.ttft_s = now - record.t_send
-        profile, steps = self._config.profile, self._output(turn.request) - 1
+        profile, steps = self._config.profile, self._answer_tokens(turn) - 1
         first_s = profile.step_s + profile.chunk_s(1, turn.request.input_length)
         decode_s = DecodeSteps(steps, False, first_s, profile.decode_kv_token_s).seconds(steps)
         record.status = 200
@@ -98,7 +96,7 @@ class LatencyBound:
 
     def _answered(self, record: RequestRecord, turn: Turn, prompt: NamedPrompt, now: float) -> None:
         # The last token's own KV is never computed.
-        full = (prompt.length + self._output(turn.request) - 1) // KEY_TOKENS
+        full = (prompt.length + self._answer_tokens(turn) - 1) // KEY_TOKENS
         self._cache.use((*prompt.names, *prompt.answer[: max(full - len(prompt.names), 0)]))
         self._end(record, turn, now)
 

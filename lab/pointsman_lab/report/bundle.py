@@ -29,11 +29,10 @@ import msgspec
 
 from pointsman_lab.report.instance_samples import InstanceSample
 from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.workload.traces import UNREADABLE
 
 GPU_COLUMNS = ("time_s", "instance", "gpu", "utilisation", "memory_used_bytes", "memory_total_bytes")
 T = TypeVar("T")
-# What decoding a line that is no JSON of its kind raises.
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class BundleError(ValueError):

@@ -479,9 +479,8 @@ class SimulatedGateway:
                 self._handle(running, ge.PrefillEnded(), now)
             else:
                 record.prompt_tokens = running.turn.request.input_length
-                # An engine ends an answer at its context.
-                room = self._config.engine.max_model_len - running.turn.request.input_length
-                record.output_tokens = min(running.turn.request.output_length, room)
+                asked = running.turn.request
+                record.output_tokens = self._config.engine.answer_tokens(asked.input_length, asked.output_length)
                 self._handle(running, ge.ResponseEnded(), now)
 
     def _transfer_s(self, running: SimulatedRequest, missing: int) -> float:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from pointsman_lab.workload.traces import Count, Milliseconds, TraceRequest
+from pointsman_lab.workload.traces import UNREADABLE, Count, Milliseconds, TraceRequest
 
 # (line number from 1, the line's bytes), without blank lines.
 Lines = Iterable[tuple[int, bytes]]
@@ -45,8 +45,6 @@ class LineError(ValueError):
 
 Amount = Annotated[int, msgspec.Meta(ge=0)]
 T = TypeVar("T")
-# What decoding a line that is no JSON of its kind raises.
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class MooncakeLine(msgspec.Struct, frozen=True):

@@ -15,6 +15,9 @@ import msgspec
 
 TINY_TRACE = Path(__file__).parents[1] / "data" / "tiny.jsonl.gz"
 
+# What decoding a line that is no JSON of its kind raises.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Milliseconds = Annotated[float, msgspec.Meta(ge=0)]
 
