@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -369,11 +371,21 @@ async def test_groups_of_unknown_kinds_are_reported_as_no_prefix_knowledge(
         await eventually(lambda: router.keys(name_of(engine)) == set(), "no keys")
 
 
-async def test_each_rank_is_an_instance(context: zmq.asyncio.Context, router: FakeRouter, tmp_path: Path) -> None:
-    engine = FakeEngine(context)
-    engine.ranks = [0, 1]
+@asynccontextmanager
+async def engine_of_ranks(
+    context: zmq.asyncio.Context, *ranks: int, process_start: float | None = 1000.0
+) -> AsyncIterator[FakeEngine]:
+    engine = FakeEngine(context, process_start=process_start)
+    engine.ranks = [*ranks]
     await engine.start()
     try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+async def test_each_rank_is_an_instance(context: zmq.asyncio.Context, router: FakeRouter, tmp_path: Path) -> None:
+    async with engine_of_ranks(context, 0, 1) as engine:
         async with running(engine.url, [router.address], tmp_path):
             await eventually(lambda: sum(len(stream.loads) for stream in router.streams) > 3, "loads")
         hellos = {stream.hello.instance.instance_id: stream.hello.instance for stream in router.streams}
@@ -381,8 +393,6 @@ async def test_each_rank_is_an_instance(context: zmq.asyncio.Context, router: Fa
         assert [hellos[name].data_parallel_rank for name in sorted(hellos)] == [0, 1]
         loads = {stream.hello.instance.data_parallel_rank: stream.loads[-1].running for stream in router.streams}
         assert loads == {0: 0, 1: 1}
-    finally:
-        await engine.stop()
 
 
 async def test_ranks_are_prepared_together(
@@ -396,34 +406,25 @@ async def test_ranks_are_prepared_together(
         await prepare(monitor)
 
     monkeypatch.setattr(InstanceMonitor, "prepare", together)
-    engine = FakeEngine(context)
-    engine.ranks = [0, 1]
-    await engine.start()
-    try:
-        async with running(engine.url, [router.address], tmp_path):
-            await eventually(lambda: len(router.streams) == 2, "both ranks")
-    finally:
-        await engine.stop()
+    async with engine_of_ranks(context, 0, 1) as engine, running(engine.url, [router.address], tmp_path):
+        await eventually(lambda: len(router.streams) == 2, "both ranks")
 
 
 async def test_a_page_that_lacks_a_rank_is_not_another_process(
     context: zmq.asyncio.Context, router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_monitor, "RANKS_GONE_AFTER", 10_000)
-    engine = FakeEngine(context, process_start=None)
-    engine.ranks = [0, 1]
-    await engine.start()
-    try:
-        async with running(engine.url, [router.address], tmp_path):
-            await eventually(lambda: len(router.streams) == 2, "both ranks")
-            for ranks in ([0], [0, 1]):
-                engine.ranks = ranks
-                scrapes = engine.scrapes
-                await eventually(lambda since=scrapes: engine.scrapes > since + 2, "scrapes")  # type: ignore[misc]
-            assert len(router.streams) == 2
-            assert not any(stream.ended for stream in router.streams)
-    finally:
-        await engine.stop()
+    async with (
+        engine_of_ranks(context, 0, 1, process_start=None) as engine,
+        running(engine.url, [router.address], tmp_path),
+    ):
+        await eventually(lambda: len(router.streams) == 2, "both ranks")
+        for ranks in ([0], [0, 1]):
+            engine.ranks = ranks
+            scrapes = engine.scrapes
+            await eventually(lambda since=scrapes: engine.scrapes > since + 2, "scrapes")  # type: ignore[misc]
+        assert len(router.streams) == 2
+        assert not any(stream.ended for stream in router.streams)
 
 
 async def test_ranks_of_a_second_node_are_selected_by_their_index_there(
@@ -431,27 +432,19 @@ async def test_ranks_of_a_second_node_are_selected_by_their_index_there(
 ) -> None:
     """With hybrid load balancing a server has some of the deployment's ranks: its labels are the ranks in the deployment, and it
     answers 400 to a header above the number of its own ranks."""
-    engine = FakeEngine(context)
-    engine.ranks = [2, 3]
-    await engine.start()
-    try:
+    async with engine_of_ranks(context, 2, 3) as engine:
         async with running(engine.url, [router.address], tmp_path):
             await eventually(lambda: len(router.streams) == 2, "hellos")
         ranks = {
             stream.hello.instance.instance_id: stream.hello.instance.data_parallel_rank for stream in router.streams
         }
         assert ranks == {f"{name_of(engine)}/2": 0, f"{name_of(engine)}/3": 1}
-    finally:
-        await engine.stop()
 
 
 async def test_a_restart_makes_every_rank_a_new_incarnation(
     context: zmq.asyncio.Context, router: FakeRouter, tmp_path: Path
 ) -> None:
-    engine = FakeEngine(context)
-    engine.ranks = [0, 1]
-    await engine.start()
-    try:
+    async with engine_of_ranks(context, 0, 1) as engine:
         async with running(engine.url, [router.address], tmp_path):
             await eventually(lambda: len(router.streams) == 2, "hellos")
             await engine.stop()
@@ -461,8 +454,6 @@ async def test_a_restart_makes_every_rank_a_new_incarnation(
         lives = [(stream.hello.instance.instance_id, stream.hello.instance.incarnation) for stream in router.streams]
         names = [f"{name_of(engine)}/{rank}" for rank in (0, 1)]
         assert set(lives) == {(name, incarnation) for name in names for incarnation in ("1000.000", "2000.000")}
-    finally:
-        await engine.stop()
 
 
 async def test_a_restored_file_is_clean_no_more(engine: FakeEngine, router: FakeRouter, tmp_path: Path) -> None:

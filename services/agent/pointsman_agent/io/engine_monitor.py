@@ -424,9 +424,8 @@ class EngineMonitor:
     async def _update_instances(self, probe: EngineProbe, scrape: Scrape) -> None:
         """Update `instances` to those of the process that answered. Raises ProbeError."""
         tokens = queries = None
-        if (
-            self.instances.keys() <= scrape.ranks.keys()
-        ):  # The sums over fewer ranks would look like those of another process.
+        # The sums over fewer ranks would look like those of another process.
+        if self.instances.keys() <= scrape.ranks.keys():
             tokens = _total(sample.generation_tokens for sample in scrape.ranks.values())
             queries = _total(sample.prefix_cache_queries for sample in scrape.ranks.values())
         if tokens is not None and tokens != self._generated:
