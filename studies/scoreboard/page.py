@@ -240,9 +240,11 @@ request to its last answer, pauses included. The hit ratio is the share of the p
 computed, by the engines' own count. A router's CPU time is that of all its processes while the requests ran; Dynamo's
 workers only connect its front end to the engines here, and are counted apart. A router begins each trial without
 anything learned. The emulated engines answer `/render`, which vllm-router asks for each prompt; vLLM does with
-`--enable-scale-out`. Clients send `X-Session-ID`; those of ThunderAgent Dynamo's headers, and a request at a
-session's end. ThunderAgent's router is in Dynamo's package, which calls it experimental. One request of a word goes
-first to each router, and the caches of the engines are empty otherwise.
+`--enable-scale-out`. They tokenise by vLLM's library, which their speed-up does not make faster: it, too, weighs more
+than in front of the modelled engine, and the engines' CPU time shows how much of it a router asks for. Clients send
+`X-Session-ID`; those of ThunderAgent Dynamo's headers, and a request at a session's end. ThunderAgent's router is in
+Dynamo's package, which calls it experimental. One request of a word goes first to each router, and the caches of the
+engines are empty otherwise.
 """
 
 
@@ -400,7 +402,10 @@ def _table(one: Comparison, columns: Sequence[Column]) -> str:
 def _rest(one: Comparison) -> str:
     columns = (SESSION, HITS, CPU)
     names = " | ".join(f"{column.name}, {column.unit}" for column in columns)
-    lines = [f"| router | {names} | CPU by process, ms | memory, MB | failed |", f"|---|{'---|' * 6}"]
+    lines = [
+        f"| router | {names} | CPU by process, ms | engines' CPU/request, ms | memory, MB | failed |",
+        f"|---|{'---|' * 7}",
+    ]
     for name in one.ranked():
         fields = [field(one.entry(name, column), column, name == one.reference) for column in columns]
         rounds = list(one.trials[name].values())
@@ -408,8 +413,10 @@ def _rest(one: Comparison) -> str:
         cpu = [f"{part} {sum(trial.cpu_ms.get(part, 0.0) for trial in rounds) / len(rounds):.2f}" for part in parts]
         if beside := sum(measures.beside_cpu_ms for measures in rounds) / len(rounds):
             cpu.append(f"(adapters {beside:.2f})")
+        engines = 1e3 * sum(measures.engines_cpu_s / max(measures.requests, 1) for measures in rounds) / len(rounds)
         memory = max(measures.rss_mb for measures in rounds)
-        lines.append(f"| {name} | {' | '.join(fields)} | {', '.join(cpu)} | {memory:.0f} | {_failed(rounds)} |")
+        figures = [*fields, ", ".join(cpu), f"{engines:.0f}", f"{memory:.0f}", _failed(rounds)]
+        lines.append(f"| {name} | {' | '.join(figures)} |")
     return "\n".join(lines) + "\n"
 
 

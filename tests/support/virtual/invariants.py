@@ -44,7 +44,8 @@ MOST_PREDICTED_S = 20.0
 # meanwhile makes it as many more: beside its errors those of this one are likelier, and it explains none of them.
 KNOWN_WITHIN, SHARE, TRIALS = 20, 0.05, 3
 # The same of one that spoils its answers: first tokens come from it, so some breaks in a row are compared with those of others.
-SPOILT_KNOWN_WITHIN = 30
+# Where the others fail a third of theirs, 12 in a row are evidence, which it has after about 40 requests in a pool of two.
+SPOILT_KNOWN_WITHIN = 45
 # How many engines a request may kill.
 KILLED = 2
 # How long after an illness or a start an engine may be put out, s.
