@@ -61,9 +61,10 @@ class ChatTokenizer:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
-    def known(self, token_id: int) -> bool:
-        """Return whether `token_id` is in the vocabulary."""
-        return 0 <= token_id < self._tokenizer.get_vocab_size()
+    @cached_property
+    def size(self) -> int:
+        """Number of token ids: each below it is one."""
+        return self._tokenizer.get_vocab_size()
 
     def render(
         self,
