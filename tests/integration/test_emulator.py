@@ -159,6 +159,7 @@ async def test_the_openai_client_is_served(emulate: Starter) -> None:
         ("/v1/chat/completions", chat("x " * 100), 400, "input_tokens"),
         ("/v1/chat/completions", chat("x", n=2), 400, "n"),
         ("/v1/completions", {"model": MODEL, "prompt": [999_999]}, 400, "prompt"),
+        ("/v1/completions", {"model": MODEL, "prompt": [5, -1]}, 400, "prompt"),
         ("/v1/completions", {"model": MODEL, "prompt": ""}, 400, "prompt"),
         ("/v1/completions", {"model": MODEL}, 400, "prompt"),
         ("/tokenize", {"model": "other", "prompt": "x"}, 404, "model"),
