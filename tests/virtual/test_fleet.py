@@ -18,7 +18,7 @@ from pointsman.router.v1 import placement_pb2 as pb
 from pointsman_common.core.block_keys import KEY_SCHEME
 from pointsman_gateway.core.request.local_pace import BURST_UNITS
 from pointsman_gateway.core.request.request_events import PLACEMENT_TIMEOUT
-from pointsman_gateway.io.routing.router_client import OpenAnswer, RouterClient, WithoutRouter
+from pointsman_gateway.io.routing.router_client import NoRouter, OpenAnswer, RouterClient, WithoutRouter
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_orders import OrderChange
 from pointsman_router.core.load.reservations import Reservation
@@ -752,5 +752,39 @@ def test_an_owner_that_does_not_serve_is_not_asked_by_all_at_once() -> None:
             task.cancel()
         await asyncio.wait(asking)
         assert len(client._waiting) == 0
+
+    virtually(work())
+
+
+async def placed_steps(client: RouterClient, owner: ScriptedRouter, names: Sequence[str]) -> None:
+    """Let the owner place requests, each by a first step."""
+    asking = [ask(client, name) for name in names]
+    await asyncio.sleep(0.5)
+    for name in names:
+        await owner.place(name)
+    assert {instance_of(answer) for answer, _ in await asyncio.gather(*asking)} == {"e"}
+
+
+def step_ends(client: RouterClient, name: str) -> asyncio.Task[Any]:
+    """Report the end of a request's first step, and wait for the next one."""
+    return asyncio.create_task(client.next_step(name, 0, "", False, 60.0))
+
+
+def test_an_owner_that_does_not_know_a_requests_plan_serves_its_pool() -> None:
+    """It has taken the pool from the router that made the plans, and their steps end one after the other."""
+
+    async def work() -> None:
+        client, first, _ = await two_routers()
+        names = [f"x{number}" for number in range(20)]
+        await placed_steps(client, first, names)
+        steps = [step_ends(client, name) for name in names]
+        await asyncio.sleep(0.5)
+        for number, name in enumerate(names):
+            await first.not_serving(name)
+            await asyncio.sleep(0.05)
+            if number == 9:
+                ask(client, "y")
+        assert first.asked() == [*names, "y"]
+        assert [type(lost) for lost in await asyncio.gather(*steps, return_exceptions=True)] == [NoRouter] * 20
 
     virtually(work())

@@ -675,7 +675,7 @@ class RouterClient:
         pool = self._owners.pool_of(entry.request.model)
         if isinstance(step, placement_pb2.Refusal) and step.not_serving:
             now = time.monotonic()
-            if session is self._route(entry.request.model, session):
+            if entry.asking and session is self._route(entry.request.model, session):
                 self._waiting.refused(pool, now, self._limit_s)
             self._detach(entry)
             self._submit(entry)
