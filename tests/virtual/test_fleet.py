@@ -788,3 +788,32 @@ def test_an_owner_that_does_not_know_a_requests_plan_serves_its_pool() -> None:
         assert [type(lost) for lost in await asyncio.gather(*steps, return_exceptions=True)] == [NoRouter] * 20
 
     virtually(work())
+
+
+@pytest.mark.parametrize("taken_by", [0, 1])
+def test_a_step_that_ends_while_its_pool_has_no_owner_is_not_waited_for(taken_by: int) -> None:
+    """The router that is told does not own the pool then: it knows no plan, also if it takes the pool afterwards."""
+
+    async def work() -> None:
+        client, *routers = await two_routers()
+        await placed_steps(client, routers[0], ["x", "other"])
+        taker = routers[taken_by]
+        for router in routers:
+            await router.pools([pb.Pool(model="m", served_names=["m"], instances=[pb.InstanceRef(instance_id="e")])])
+        if taken_by == 1:
+            routers[0].network.kill(routers[0].node)
+        await asyncio.sleep(0.5)
+        step = step_ends(client, "x")
+        await asyncio.sleep(0.5)
+        assert any(message.HasField("step_done") for message in taker.heard)
+        await taker.owner(taker.router_id, 2)
+        async with asyncio.timeout(1.0):
+            with pytest.raises(NoRouter):
+                await step
+        await asyncio.sleep(0.5)
+        # Both still run.
+        announced = [message.hello.open_streams for message in taker.heard if message.HasField("hello")][-1]
+        assert {stream.request.request_id for stream in announced} == {"x", "other"}
+        assert client.open_count == 2
+
+    virtually(work())

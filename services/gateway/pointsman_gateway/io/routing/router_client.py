@@ -741,6 +741,11 @@ class RouterClient:
                 session.send(placement_pb2.SessionRequest(hello=self._hello()))
                 for tenant, session_id in self._session_ends.untold(taken, time.monotonic()):
                     session.send(_end_of(tenant, session_id))
+                for entry in self._requests.values():
+                    # The end of a step that was reported before is lost: the router did not own the pool.
+                    waits = entry.session is session and entry.answer is not None and not entry.answer.done()
+                    if waits and entry.instance_id and self._owners.pool_of(entry.request.model) in taken:
+                        self._detach(entry)
         self._reroute()
         self._on_pools(pools)
         self.on_routes()
