@@ -291,9 +291,9 @@ class Gateway:
         except asyncio.CancelledError:
             if request.usage.outcome == OK:
                 status = 200  # the client had the whole answer, and did not wait for the end of its body
-            if request.writer.opened:
-                # The client has left, or the drain has ended.
-                _write_error(request, self.error(*SHUTTING_DOWN, request.path))
+            if request.writer.opened and not request.writer.lost:  # the drain has ended
+                status, message, code = SHUTTING_DOWN
+                _write_error(request, _error(ApiRequestError(status, message, code=code), error_format))
             raise
         except Exception:
             status = 500
