@@ -18,6 +18,7 @@ from pointsman.router.v1 import placement_pb2 as pb
 from pointsman_common.core.block_keys import KEY_SCHEME
 from pointsman_gateway.core.request.local_pace import BURST_UNITS
 from pointsman_gateway.core.request.request_events import PLACEMENT_TIMEOUT
+from pointsman_gateway.io.routing import router_client
 from pointsman_gateway.io.routing.router_client import NoRouter, OpenAnswer, RouterClient, WithoutRouter
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_orders import OrderChange
@@ -656,6 +657,39 @@ def test_whoever_waits_at_an_owner_that_dies_is_placed_as_a_new_request_is(alone
         for number in range(3):
             assert await placed_after(ask(client, f"after {number}")) < 0.1
         assert routers[1].asked() == []
+
+    virtually(work())
+
+
+def test_what_a_request_excludes_is_looked_up_only_once_it_is_placed_without_a_router(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The death of an owner would else cost the gateway a walk through the pool for each request that waits."""
+    looked_up = mock.Mock(wraps=router_client.unfit)
+    monkeypatch.setattr(router_client, "unfit", looked_up)
+
+    async def work() -> None:
+        client, *routers = await two_routers()
+        owner = pb.Owner(router_id="r0", address="r0:1", epoch=1)
+        instances = [
+            pb.InstanceRef(instance_id="large", max_model_len=1_000, lora_names=["adapter"]),
+            pb.InstanceRef(instance_id="other", max_model_len=1_000),
+            pb.InstanceRef(instance_id="small", max_model_len=10, lora_names=["adapter"]),
+        ]
+        for router in routers:
+            await router.pools([pb.Pool(model="m", lora_names=["adapter"], owner=owner, instances=instances)])
+        await asyncio.sleep(0.5)
+        requests = [pb.PlacementRequest(request_id=f"{at}", model="adapter", input_tokens=100) for at in range(8)]
+        asking = [asyncio.create_task(client.first_step(request, 60.0)) for request in requests]
+        await asyncio.sleep(0.5)
+        routers[0].network.kill(routers[0].node)
+        await asyncio.sleep(4.0)
+        assert looked_up.call_count == 0
+        async with asyncio.timeout(5.0):
+            answers = await asyncio.gather(*asking)
+        placed = [answer.instance for answer in answers if isinstance(answer, WithoutRouter)]
+        assert [instance.instance_id for instance in placed if instance is not None] == ["large"] * 8
+        assert looked_up.call_count == 8
 
     virtually(work())
 
