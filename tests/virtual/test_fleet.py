@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 from pointsman.router.v1 import placement_pb2 as pb
 from pointsman_common.core.block_keys import KEY_SCHEME
 from pointsman_gateway.core.request.local_pace import BURST_UNITS
+from pointsman_gateway.core.request.local_placement import unfit
 from pointsman_gateway.core.request.request_events import PLACEMENT_TIMEOUT
 from pointsman_gateway.io.routing import router_client
 from pointsman_gateway.io.routing.router_client import NoRouter, OpenAnswer, RouterClient, WithoutRouter
@@ -665,7 +666,7 @@ def test_what_a_request_excludes_is_looked_up_only_once_it_is_placed_without_a_r
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The death of an owner would else cost the gateway a walk through the pool for each request that waits."""
-    looked_up = mock.Mock(wraps=router_client.unfit)
+    looked_up = mock.Mock(wraps=unfit)
     monkeypatch.setattr(router_client, "unfit", looked_up)
 
     async def work() -> None:

@@ -10,6 +10,7 @@ import pytest
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity
+from pointsman_common.core.vllm_versions import fits_context
 from pointsman_gateway.core.pool_state import PoolState
 from pointsman_gateway.core.request import local_placement
 from pointsman_gateway.core.request.local_placement import unfit
@@ -48,7 +49,7 @@ def test_a_prompt_that_none_holds_goes_to_any() -> None:
 
 
 def test_the_instances_of_a_large_pool_are_not_judged_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    judged = mock.Mock(wraps=local_placement.fits_context)
+    judged = mock.Mock(wraps=fits_context)
     monkeypatch.setattr(local_placement, "fits_context", judged)
     instances = [ref(f"i{at}", max_model_len=4_096 if at % 2 else 32_768) for at in range(1_000)]
     for _ in range(100):
