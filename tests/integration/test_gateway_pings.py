@@ -103,6 +103,17 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return pieces
 
 
+def counted(gateway: Any) -> dict[str, float]:
+    """The numbers of answers to chats, and of those that no route gave, by status."""
+    return {
+        sample.labels["status"]: sample.value
+        for metric in gateway.telemetry.registry.collect()
+        for sample in metric.samples
+        if sample.name == "pointsman_gateway_requests_total"
+        and sample.labels["route"] in (Endpoint.CHAT.value, "other")
+    }
+
+
 async def texts(client: Any, kind: Endpoint) -> AsyncIterator[str]:
     """The pieces of a streamed answer's text, as the vendor's client reads them."""
     body = BODIES[kind]
@@ -303,6 +314,7 @@ async def test_a_client_that_leaves_after_a_ping_is_cancelled_everywhere(tmp_pat
             await up.router.until(lambda: len(up.router.places) == 2)
             await up.router.park(up.router.places[-1].request_id, 60)
         assert (await finished(up, 2)).outcome == CANCELLED
+        await eventually(lambda: counted(up.gateway) == {"499": 2.0})
 
 
 async def test_a_key_has_its_own_interval_and_gets_its_slot_back(tmp_path: Path) -> None:
@@ -355,6 +367,7 @@ async def test_a_drain_that_ends_during_the_silence_is_told(tmp_path: Path) -> N
             answer = await http.post(url + Endpoint.CHAT.value, json=CHAT)
         (event,) = events_of(await answer.read())
         assert json.loads(event[6:])["error"]["code"] == "shutting_down"
+        assert counted(gateway) == {"503": 1.0}
 
 
 async def test_a_stored_response_that_is_read_as_a_stream_gets_pings(tmp_path: Path) -> None:

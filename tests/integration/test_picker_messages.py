@@ -23,6 +23,8 @@ from pointsman.router.v1 import placement_pb2
 from pointsman_common.io.channel import END_OF_STREAM
 from pointsman_gateway.io.ext_proc import proxy_stream
 from pointsman_gateway.io.ext_proc.outgoing import Outgoing
+from pointsman_gateway.io.main import serving
+from pointsman_gateway.io.settings import GatewaySettings
 from tests.support.fakes.gateway_peers import MODEL, Stack, gateway_before, peers, stack, until_ready
 from tests.support.repository import REPOSITORY
 from tests.support.waiting import eventually
@@ -458,6 +460,31 @@ async def test_the_end_of_the_drain_is_the_end_of_all_streams(tmp_path: Path) ->
             assert json.loads(answer.immediate_response.body)["error"]["code"] == "shutting_down"
             await ending
             assert asyncio.get_running_loop().time() - before < 8.0
+
+
+async def test_a_second_signal_ends_streams_whose_proxies_do_not_read(tmp_path: Path) -> None:
+    hurry = asyncio.Event()
+    async with peers(tmp_path, 1) as up, AsyncExitStack() as running:
+        local = "127.0.0.1:0"
+        settings = GatewaySettings(listen=local, routers=[up.router.address], ext_proc_listen=local, drain_timeout_s=60)
+        gateway, url = await running.enter_async_context(serving(settings, hurry=hurry))
+        await until_ready(gateway)
+        before = Stack(up.router, up.engines, url, gateway)
+        async with Proxy(before) as proxy:
+            await proxy.send(head(), body())
+            await placed(proxy)
+            sending = asyncio.create_task(proxy.send(answer_head(), *[answer_body(WORD * 500)] * 200))
+            await eventually(lambda: any(stream.full for stream in before.gateway.proxy_streams))
+            await asyncio.sleep(0.5)
+            (stream,) = before.gateway.proxy_streams
+            assert stream.full
+            assert not sending.done()
+            ending = asyncio.create_task(running.aclose())
+            hurry.set()
+            await asyncio.wait_for(ending, 15)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+        assert await outcomes(before) == [2]
 
 
 async def test_a_proxy_that_only_watches_reserves_nothing(up: Stack) -> None:

@@ -17,8 +17,10 @@ from redis.asyncio import Redis
 from pointsman.router.v1 import placement_pb2 as pb
 from pointsman_common.core.block_keys import KEY_SCHEME
 from pointsman_gateway.core.request.local_pace import BURST_UNITS
+from pointsman_gateway.core.request.local_placement import unfit
 from pointsman_gateway.core.request.request_events import PLACEMENT_TIMEOUT
-from pointsman_gateway.io.routing.router_client import OpenAnswer, RouterClient, WithoutRouter
+from pointsman_gateway.io.routing import router_client
+from pointsman_gateway.io.routing.router_client import NoRouter, OpenAnswer, RouterClient, WithoutRouter
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_orders import OrderChange
 from pointsman_router.core.load.reservations import Reservation
@@ -660,6 +662,39 @@ def test_whoever_waits_at_an_owner_that_dies_is_placed_as_a_new_request_is(alone
     virtually(work())
 
 
+def test_what_a_request_excludes_is_looked_up_only_once_it_is_placed_without_a_router(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The death of an owner would else cost the gateway a walk through the pool for each request that waits."""
+    looked_up = mock.Mock(wraps=unfit)
+    monkeypatch.setattr(router_client, "unfit", looked_up)
+
+    async def work() -> None:
+        client, *routers = await two_routers()
+        owner = pb.Owner(router_id="r0", address="r0:1", epoch=1)
+        instances = [
+            pb.InstanceRef(instance_id="large", max_model_len=1_000, lora_names=["adapter"]),
+            pb.InstanceRef(instance_id="other", max_model_len=1_000),
+            pb.InstanceRef(instance_id="small", max_model_len=10, lora_names=["adapter"]),
+        ]
+        for router in routers:
+            await router.pools([pb.Pool(model="m", lora_names=["adapter"], owner=owner, instances=instances)])
+        await asyncio.sleep(0.5)
+        requests = [pb.PlacementRequest(request_id=f"{at}", model="adapter", input_tokens=100) for at in range(8)]
+        asking = [asyncio.create_task(client.first_step(request, 60.0)) for request in requests]
+        await asyncio.sleep(0.5)
+        routers[0].network.kill(routers[0].node)
+        await asyncio.sleep(4.0)
+        assert looked_up.call_count == 0
+        async with asyncio.timeout(5.0):
+            answers = await asyncio.gather(*asking)
+        placed = [answer.instance for answer in answers if isinstance(answer, WithoutRouter)]
+        assert [instance.instance_id for instance in placed if instance is not None] == ["large"] * 8
+        assert looked_up.call_count == 8
+
+    virtually(work())
+
+
 def test_a_request_without_an_owner_follows_its_models_name_to_another_pool() -> None:
     async def work() -> None:
         client, first, _ = await two_routers()
@@ -752,5 +787,68 @@ def test_an_owner_that_does_not_serve_is_not_asked_by_all_at_once() -> None:
             task.cancel()
         await asyncio.wait(asking)
         assert len(client._waiting) == 0
+
+    virtually(work())
+
+
+async def placed_steps(client: RouterClient, owner: ScriptedRouter, names: Sequence[str]) -> None:
+    """Let the owner place requests, each by a first step."""
+    asking = [ask(client, name) for name in names]
+    await asyncio.sleep(0.5)
+    for name in names:
+        await owner.place(name)
+    assert {instance_of(answer) for answer, _ in await asyncio.gather(*asking)} == {"e"}
+
+
+def step_ends(client: RouterClient, name: str) -> asyncio.Task[Any]:
+    """Report the end of a request's first step, and wait for the next one."""
+    return asyncio.create_task(client.next_step(name, 0, "", False, 60.0))
+
+
+def test_an_owner_that_does_not_know_a_requests_plan_serves_its_pool() -> None:
+    """It has taken the pool from the router that made the plans, and their steps end one after the other."""
+
+    async def work() -> None:
+        client, first, _ = await two_routers()
+        names = [f"x{number}" for number in range(20)]
+        await placed_steps(client, first, names)
+        steps = [step_ends(client, name) for name in names]
+        await asyncio.sleep(0.5)
+        for number, name in enumerate(names):
+            await first.not_serving(name)
+            await asyncio.sleep(0.05)
+            if number == 9:
+                ask(client, "y")
+        assert first.asked() == [*names, "y"]
+        assert [type(lost) for lost in await asyncio.gather(*steps, return_exceptions=True)] == [NoRouter] * 20
+
+    virtually(work())
+
+
+@pytest.mark.parametrize("taken_by", [0, 1])
+def test_a_step_that_ends_while_its_pool_has_no_owner_is_not_waited_for(taken_by: int) -> None:
+    """The router that is told does not own the pool then: it knows no plan, also if it takes the pool afterwards."""
+
+    async def work() -> None:
+        client, *routers = await two_routers()
+        await placed_steps(client, routers[0], ["x", "other"])
+        taker = routers[taken_by]
+        for router in routers:
+            await router.pools([pb.Pool(model="m", served_names=["m"], instances=[pb.InstanceRef(instance_id="e")])])
+        if taken_by == 1:
+            routers[0].network.kill(routers[0].node)
+        await asyncio.sleep(0.5)
+        step = step_ends(client, "x")
+        await asyncio.sleep(0.5)
+        assert any(message.HasField("step_done") for message in taker.heard)
+        await taker.owner(taker.router_id, 2)
+        async with asyncio.timeout(1.0):
+            with pytest.raises(NoRouter):
+                await step
+        await asyncio.sleep(0.5)
+        # Both still run.
+        announced = [message.hello.open_streams for message in taker.heard if message.HasField("hello")][-1]
+        assert {stream.request.request_id for stream in announced} == {"x", "other"}
+        assert client.open_count == 2
 
     virtually(work())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.rate_limits import RateLimits
 from pointsman_gateway.core.tenants import ANYONE, parse_keys
 from pointsman_gateway.io.api_keys import LOOK_AGAIN_S, ApiKeys, KeysFromEnvironment
+from tests.support.repository import REPOSITORY
 
 
 def tenant(keys: ApiKeys, authorization: str, x_api_key: str = "") -> str | None:
@@ -133,3 +136,18 @@ def test_a_broken_or_missing_file_keeps_the_keys_from_before(file: Path) -> None
     os.replace(other, file)
     assert keys.refresh(20.0) is True
     assert tenant(keys, "Bearer k9") == "blue"
+
+
+@pytest.mark.parametrize("others", ["", "acme:sk-1234-prod\n", "# of acme\nblue:k2 in_flight=2\nacme:sk-12345\n"])
+def test_the_command_of_the_docs_revokes_one_key(tmp_path: Path, others: str) -> None:
+    (command,) = re.findall(r"`(keys=.* > secrets/api-keys)`", (REPOSITORY / "docs/security.md").read_text())
+    file = tmp_path / "secrets/api-keys"
+    file.parent.mkdir()
+    file.write_text(f"acme:sk-1234 in_flight=3\n{others}")
+    keys = ApiKeys(file)
+    assert tenant(keys, "Bearer sk-1234") == "acme"
+    subprocess.run(["sh", "-c", command], cwd=tmp_path, check=True)
+    assert file.read_text() == (others or "\n")
+    assert keys.refresh(0.0)
+    assert tenant(keys, "Bearer sk-1234") is None
+    assert keys.digests == ApiKeys(lines=others.splitlines()).digests

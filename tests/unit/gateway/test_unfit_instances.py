@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity
+from pointsman_common.core.vllm_versions import fits_context
 from pointsman_gateway.core.pool_state import PoolState
+from pointsman_gateway.core.request import local_placement
 from pointsman_gateway.core.request.local_placement import unfit
 from pointsman_gateway.core.request.placement_messages import target_of
 from pointsman_gateway.core.request.request_context import RequestContext
@@ -43,6 +46,15 @@ def test_a_prompt_that_none_holds_goes_to_any() -> None:
     asked = placement_pb2.PlacementRequest(input_tokens=5_000)
     assert unfit(asked, [ref("a", max_model_len=4_096), ref("b", max_model_len=2_048)]) == []
     assert unfit(asked, [ref("a", max_model_len=4_096), ref("b")]) == ["a"]
+
+
+def test_the_instances_of_a_large_pool_are_not_judged_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = mock.Mock(wraps=fits_context)
+    monkeypatch.setattr(local_placement, "fits_context", judged)
+    instances = [ref(f"i{at}", max_model_len=4_096 if at % 2 else 32_768) for at in range(1_000)]
+    for _ in range(100):
+        assert len(unfit(placement_pb2.PlacementRequest(input_tokens=5_000), instances)) == 500
+    assert judged.call_count == 200
 
 
 def context() -> Any:

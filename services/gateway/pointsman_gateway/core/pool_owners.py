@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.known_fleet import KnownFleet, OutOfStep
-from pointsman_gateway.core.pool_state import instances_without, names_of
+from pointsman_gateway.core.pool_state import names_of
 
 # Ownerless timeout until a router has sent one, s.
 DEFAULT_OWNER_TIMEOUT_S = 5.0
@@ -30,11 +30,6 @@ class PoolOwners:
     def pool_of(self, model: str) -> str:
         """Return the pool that serves the model name or LoRA adapter `model`, or `model` itself if no pool does."""
         return self._pool_of.get(model, model)
-
-    def without_adapter(self, model: str) -> list[str]:
-        """Return the ids of the instances of the model's pool that have not loaded `model`, if it is an adapter."""
-        known = self._pools.get(self.pool_of(model))
-        return instances_without(known, model) if known is not None else []
 
     def owner(self, pool: str) -> placement_pb2.Owner | None:
         """Return the owner of the pool; None while no owner is known."""

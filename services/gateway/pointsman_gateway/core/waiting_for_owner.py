@@ -74,6 +74,7 @@ class RefuseWaiting:
 
 End: TypeAlias = Ask | PlaceAt | RefuseWaiting
 _Entry: TypeAlias = tuple[float, int, WaitingRequest]
+_IdsOf: TypeAlias = Callable[[str], Collection[str]]  # instances' ids by a pool's name, or by a request's id
 
 
 @dataclass(slots=True)
@@ -239,9 +240,9 @@ class WaitingForOwner:
             del known.waiting[request_id]
             self._drop_served(pool, known)
 
-    def due(self, now: float, limit_s: float, instances: Callable[[str], Collection[str]]) -> list[End]:
-        """Return what happens now, and remove those requests. `instances` returns the ids of a pool's instances that answer.
-        Mutates."""
+    def due(self, now: float, limit_s: float, instances: _IdsOf, unfit: _IdsOf = lambda _: ()) -> list[End]:
+        """Return what happens now, and remove those requests. `instances` returns the ids of a pool's instances that answer,
+        `unfit` those that a request about to be placed must not get, besides the ones that it excludes. Mutates."""
         ends: list[End] = []
         for pool, known in list(self._pools.items()):
             if not known.waiting:
@@ -249,7 +250,7 @@ class WaitingForOwner:
             ends += self._out_of_bounds(known, now)
             ends += self._asked(known, now)
             if (at := known.may_place(limit_s)) is not None and now >= at:
-                placed = list(self._placed(known, instances(pool), now))
+                placed = list(self._placed(known, instances(pool), unfit, now))
                 known.place_at = now if len(placed) == MAX_AT_ONCE else now + ROUND_S
                 ends += placed
             self._drop_served(pool, known)
@@ -293,18 +294,14 @@ class WaitingForOwner:
                 return
             yield Ask(oldest.request_id)
 
-    def _placed(self, known: _Pool, instances: Collection[str], now: float) -> Iterator[End]:
+    def _placed(self, known: _Pool, instances: Collection[str], unfit: _IdsOf, now: float) -> Iterator[End]:
         """Place the oldest requests, each at the instance with the fewest open requests among those that have room."""
         pace, passed_over, left = self._pace, list[_Entry](), MAX_AT_ONCE
         self._turn += 1
         room = [
-            (
-                pace.open.get(instance_id, 0) + LAST * pace.fails(instance_id, now),
-                (at + self._turn) % len(instances),
-                instance_id,
-            )
-            for at, instance_id in enumerate(instances)
-            if pace.has_room(instance_id, now)
+            (pace.open.get(name, 0) + LAST * pace.fails(name, now), (at + self._turn) % len(instances), name)
+            for at, name in enumerate(instances)
+            if pace.has_room(name, now)
         ]
         heapify(room)
         while (room or not instances) and left and len(passed_over) < MAX_PASSED_OVER:
@@ -312,15 +309,16 @@ class WaitingForOwner:
                 break
             left -= 1
             request = entry[2]
-            own = request.computed_at if request.computed_at not in request.exclude else ""
-            if all(instance_id in request.exclude for instance_id in instances):
+            exclude = {*request.exclude, *unfit(request.request_id)}
+            own = request.computed_at if request.computed_at not in exclude else ""
+            if all(instance_id in exclude for instance_id in instances):
                 del known.waiting[request.request_id]
                 yield RefuseWaiting(request.request_id, parked=False)
                 continue
             if own and own in instances:
                 chosen = own if pace.has_room(own, now) else ""
             else:
-                chosen = self._emptiest(room, request.exclude, now, request.sequences)
+                chosen = self._emptiest(room, exclude, now, request.sequences)
             if not chosen:
                 left += 1
                 passed_over.append(entry)

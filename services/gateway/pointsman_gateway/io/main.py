@@ -114,6 +114,8 @@ async def serving(
                     each.cancel_all()
                 await asyncio.wait({closing}, timeout=LINGER_S)
                 server.abort_all()
+                if proxies is not None:
+                    await proxies.abort_all()
         await closing
         await gateway.close()
 

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -291,9 +291,9 @@ class Gateway:
         except asyncio.CancelledError:
             if request.usage.outcome == OK:
                 status = 200  # the client had the whole answer, and did not wait for the end of its body
-            if request.writer.opened:
-                # The client has left, or the drain has ended.
-                _write_error(request, self.error(*SHUTTING_DOWN, request.path))
+            if request.writer.opened and not request.writer.lost:  # the drain has ended
+                status, message, code = SHUTTING_DOWN
+                _write_error(request, _error(ApiRequestError(status, message, code=code), error_format))
             raise
         except Exception:
             status = 500
@@ -452,22 +452,16 @@ class Gateway:
         # The bytes of an id become characters as they do in header fields, so that both name the same session.
         session_id = unquote(request.path.removeprefix(SESSIONS_PATH), encoding="latin-1")
         client = self._client(request)
-        key_charge = await self._charge(request, client)
-        try:
+        with closing(await self._charge(request, client)):
             self._keep_pace(self._session_end_pace, client, "ends of sessions")
-        finally:
-            key_charge.close()
         self.router.end_session(client.tenant, bounded_id(session_id))
         self.telemetry.session_ends.labels("delete").inc()
         return Response(204)
 
     async def _stored_response(self, request: Request) -> Response | None:
         client = self._client(request)
-        key_charge = await self._charge(request, client)
-        try:
+        with closing(await self._charge(request, client)):
             return await self._unplaced_proxy.stored(request, client.tenant, self._silence_s(client))
-        finally:
-            key_charge.close()
 
     async def _charge(self, request: Request, client: Client) -> KeyCharge:
         """Count the request against its key's limits, and tell the client what is left. Raises ApiRequestError."""
@@ -492,15 +486,13 @@ class Gateway:
     async def _call(self, endpoint: Endpoint, request: Request) -> Response | None:
         client, now = self._client(request), time.monotonic()
         request.usage = RequestUsage(tenant=client.tenant, api=endpoint.value, received_at=now)
-        key_charge = await self._charge(request, client)
-        try:
-            return await self._admitted(endpoint, request, client, key_charge, now)
-        except ContextExceeded as refused:
-            # The prompt was parsed and counted, so it is charged: repeated refusals must not be free of cost.
-            key_charge.charge(refused.tokens, now)
-            raise
-        finally:
-            key_charge.close()
+        with closing(await self._charge(request, client)) as key_charge:
+            try:
+                return await self._admitted(endpoint, request, client, key_charge, now)
+            except ContextExceeded as refused:
+                # The prompt was parsed and counted, so it is charged: repeated refusals must not be free of cost.
+                key_charge.charge(refused.tokens, now)
+                raise
 
     async def _admitted(
         self, endpoint: Endpoint, request: Request, client: Client, key_charge: KeyCharge, received_at: float

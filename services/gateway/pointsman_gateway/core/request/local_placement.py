@@ -28,19 +28,16 @@ def unfit(request: placement_pb2.PlacementRequest, instances: Collection[placeme
     """Return the instances that a request must not be placed on, as routers exclude them: their context does not hold the prompt,
     while another's does, or they are known to differ from the engines that began the answer."""
     tokens, output = request.longest_prompt_tokens or request.input_tokens, request.max_output_tokens
-    too_small = {
-        instance.instance_id
-        for instance in instances
-        # Gateways know of no versions: an engine that counts the output refuses the request itself.
-        if not fits_context(tokens, output, instance.max_model_len, counts_output=False)
-    }
-    if len(too_small) == len(instances):
+    contexts = {instance.max_model_len for instance in instances}
+    # Gateways know of no versions: an engine that counts the output refuses the request itself.
+    too_small = {context for context in contexts if not fits_context(tokens, output, context, counts_output=False)}
+    if too_small == contexts:
         too_small = set()
     begun = request.begun_by if request.HasField("begun_by") else None
     return [
         instance.instance_id
         for instance in instances
-        if instance.instance_id in too_small
+        if instance.max_model_len in too_small
         or (begun is not None and not compatible(begun, instance.identity, Use.ANSWER))
     ]
 

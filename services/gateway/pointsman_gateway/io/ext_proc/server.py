@@ -77,6 +77,10 @@ class ExtProcServer:
         for stream in list(self._streams.open):
             stream.cancel()
 
+    async def abort_all(self) -> None:
+        """End every stream, and discard what is unsent."""
+        await self._server.stop(0)
+
     async def _process(self, _: AsyncIterator[pb.ProcessingRequest], context: Context) -> None:
         await ProxyStream(self._streams, context).run()
 

@@ -18,6 +18,7 @@ from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
 from pointsman_common.io.auth import CallMetadata
 from pointsman_common.io.channel import open_channel
 from pointsman_gateway.core.pool_owners import PoolOwners
+from pointsman_gateway.core.pool_state import instances_without
 from pointsman_gateway.core.request.local_pace import SILENT_S, LocalPace
 from pointsman_gateway.core.request.local_placement import unfit
 from pointsman_gateway.core.request.request_events import PLACEMENT_TIMEOUT, UNAVAILABLE
@@ -494,12 +495,8 @@ class RouterClient:
         assert entry.asked_at is not None
         # A request whose bound has passed was let in.
         parked_until = entry.parked_until if entry.parked_until is not None and entry.parked_until > now else None
-        request, known = entry.request, self._owners.pool(pool)
-        misfits = unfit(request, known.instances) if known is not None else []
-        exclude = (*request.exclude, *self._owners.without_adapter(request.model), *misfits)
-        prompt = request.request_id, entry.asked_at, request.input_tokens
-        waiting = WaitingRequest(*prompt, exclude, entry.computed_at, parked_until, entry.sequences)
-        self._waiting.add(pool, waiting)
+        prompt = entry.request.request_id, entry.asked_at, entry.request.input_tokens, entry.request.exclude
+        self._waiting.add(pool, WaitingRequest(*prompt, entry.computed_at, parked_until, entry.sequences))
 
     @property
     def _limit_s(self) -> float:
@@ -535,7 +532,7 @@ class RouterClient:
     def _serve_waiting(self) -> None:
         """Ask, place or refuse the requests that are due."""
         self._wake, now = None, time.monotonic()
-        for end in self._waiting.due(now, self._limit_s, self._answering):
+        for end in self._waiting.due(now, self._limit_s, self._answering, self._unfit):
             entry = self._requests.get(end.request_id)
             if entry is None or entry.answer is None or entry.answer.done():
                 # It is cancelled, and its task has not run since.
@@ -566,6 +563,12 @@ class RouterClient:
         return [
             instance.instance_id for instance in instances if instance.kv_transfer.role != agent_pb2.KV_ROLE_PRODUCER
         ]
+
+    def _unfit(self, request_id: str) -> list[str]:
+        """Return the ids of the instances that a waiting request must not be placed on."""
+        request = self._requests[request_id].request
+        pool = self._owners.pool(self._owners.pool_of(request.model))
+        return [*instances_without(pool, request.model), *unfit(request, pool.instances)] if pool is not None else []
 
     def _instance(self, model: str, instance_id: str) -> placement_pb2.InstanceRef:
         pool = self._owners.pool(model)
@@ -675,7 +678,7 @@ class RouterClient:
         pool = self._owners.pool_of(entry.request.model)
         if isinstance(step, placement_pb2.Refusal) and step.not_serving:
             now = time.monotonic()
-            if session is self._route(entry.request.model, session):
+            if entry.asking and session is self._route(entry.request.model, session):
                 self._waiting.refused(pool, now, self._limit_s)
             self._detach(entry)
             self._submit(entry)
@@ -741,6 +744,11 @@ class RouterClient:
                 session.send(placement_pb2.SessionRequest(hello=self._hello()))
                 for tenant, session_id in self._session_ends.untold(taken, time.monotonic()):
                     session.send(_end_of(tenant, session_id))
+                for entry in self._requests.values():
+                    # The end of a step that was reported before is lost: the router did not own the pool.
+                    waits = entry.session is session and entry.answer is not None and not entry.answer.done()
+                    if waits and entry.instance_id and self._owners.pool_of(entry.request.model) in taken:
+                        self._detach(entry)
         self._reroute()
         self._on_pools(pools)
         self.on_routes()
