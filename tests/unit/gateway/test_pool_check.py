@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, cast
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pointsman.router.v1 import placement_pb2
@@ -42,9 +42,9 @@ class World:
         self.hub = dict.fromkeys(SOURCES, ("ok", 1))
         self.kept: dict[str, int] = {}
         self.loads = 0
-        self.answers: dict[
-            tuple[int, str, str], bool
-        ] = {}  # by tokenizer, URL and incarnation: whether the engine has its tokens
+        # By source, tokenizer, URL and incarnation: whether the engine has its tokens. With another source all is compared anew,
+        # and an engine that is silent then counts as one that was never compared.
+        self.answers: dict[tuple[str, int, str, str], bool] = {}
         self._incarnations = 0
 
     # What the check asks.
@@ -74,7 +74,7 @@ class World:
         if url not in self.engines or url in self.silent:
             return None
         equal = self.engines[url] == ours
-        self.answers[ours, url, lives[url]] = equal
+        self.answers[state.source, ours, url, lives[url]] = equal
         return "" if equal else "differs"
 
     def set_status(self, state: PoolState, tokenizer_status: TokenizerStatus, reason: str = "") -> None:
@@ -111,9 +111,8 @@ class World:
         """Return whether the status is not EXACT, or no present engine had other tokens than the tokenizer when last compared.
         Those that have theirs from another place do not count."""
         ours = cast(int, self.state.tokenizer)
-        answers = [
-            self.answers.get((ours, *incarnation)) for incarnation in self.state.incarnations() - self.state.foreign()
-        ]
+        compared = self.state.incarnations() - self.state.foreign()
+        answers = [self.answers.get((self.state.source, ours, *incarnation)) for incarnation in compared]
         return self.state.tokenizer_status is not TokenizerStatus.EXACT or False not in answers
 
 
@@ -180,5 +179,14 @@ def test_one_engine_with_another_tokenizer_costs_the_others_nothing() -> None:
 
 
 @given(st.lists(EVENTS, max_size=12))
+@example(
+    [
+        ("starts", "e1", 2, ""),
+        ("waits", 9.0),
+        ("starts", "e2", 1, ""),
+        ("is_silent", "e1", True),
+        ("tells_root", SOURCES[1]),
+    ]
+)
 def test_exact_is_what_engines_say_and_comes_back(events: list[tuple[Any, ...]]) -> None:
     run(play(events))
