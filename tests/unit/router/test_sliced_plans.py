@@ -49,10 +49,10 @@ class Slices(Policy):
         return serve(best, "rest")
 
 
-def router(hold_at: int = 10**9, **settings: Any) -> RouterState:
+def router(hold_at: int = 10**9, engine: dict[str, Any] | None = None, **settings: Any) -> RouterState:
     made = RouterState(Slices(hold_at), StateSettings(**settings), router_id="t")
-    join(made, "a", 0)
-    join(made, "b", 1)
+    for number, name in enumerate("ab"):
+        join(made, name, number, **(engine or {}))
     return made
 
 
@@ -77,12 +77,21 @@ def test_without_a_gateway_a_prompt_is_not_cut() -> None:
     assert (answer.step.kind, answer.last) == (StepKind.SERVE, True)
 
 
-def test_a_prompt_is_computed_part_by_part_and_then_served() -> None:
-    made = router()
+@pytest.mark.parametrize(
+    ("engine", "prefixes"),
+    [
+        ({}, (256, 512, 768)),
+        ({"sparse_prefixes": True}, (256, 512, 768)),
+        ({"uncertain_blocks": 1}, (256, 496, 736, 976)),
+    ],
+    ids=["plain", "sparse", "uncertain"],
+)
+def test_a_prompt_is_computed_part_by_part_and_then_served(engine: dict[str, Any], prefixes: tuple[int, ...]) -> None:
+    made = router(engine=engine)
     answer = place(made, prompt())
     assert isinstance(answer, ev.Placed)
     where = answer.step.instance_id
-    for number, prefix in enumerate((256, 512, 768)):
+    for number, prefix in enumerate(prefixes):
         assert (answer.step.kind, answer.step.prefix_tokens) == (StepKind.PREFILL, prefix)
         assert (answer.step_index, answer.last, answer.gateway_id) == (number, False, "g")
         reserved = made.reservations.get("r")
@@ -95,7 +104,7 @@ def test_a_prompt_is_computed_part_by_part_and_then_served() -> None:
         assert len(decided.result.steps) == 1, "each part is a decision of its own, to be made again from its own view"
         assert decided.previous_id
         assert decided.request.age_s == 0.5 + number / 4
-    assert (answer.step.kind, answer.last, answer.step_index) == (StepKind.SERVE, True, 3)
+    assert (answer.step.kind, answer.last, answer.step_index) == (StepKind.SERVE, True, len(prefixes))
     assert {step.instance_id for step in answer.decision.result.steps} == {where}
     made.handle(ev.FirstToken("r"), 5.0)
     closed = made.handle(ev.Finished("r", "OK", cached_tokens=1_024), 6.0)
