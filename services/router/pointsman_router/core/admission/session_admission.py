@@ -84,7 +84,7 @@ class PoolAdmission:
 
     ledger: SessionLedger = field(default_factory=SessionLedger)  # counted also while admission does not apply
     recomputation: Recomputation = field(default_factory=Recomputation)  # by which the pool is armed
-    capacity: Capacity = field(default_factory=Capacity)  # as of the last tick at which an instance served; else of none
+    capacity: Capacity = field(default_factory=Capacity)  # of the last tick at which an instance served
     armed: bool = False  # as of the last tick; without effect where admission does not apply
     curve: PrefillCurve = field(default_factory=PrefillCurve)  # of most of its instances; as of the last tick
     stored_at: float = -inf  # when the sums of idle sessions were last given to be stored, s

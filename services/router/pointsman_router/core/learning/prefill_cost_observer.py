@@ -110,10 +110,10 @@ class PrefillObserver:
         """Return the pool's mean work with its number of requests, for a later owner; None before the first request."""
         return self._means.get(pool)
 
-    def count_request(self, pool: str, new: int, cached: int) -> MeanWork | None:
-        """Count a request that was placed with `new` tokens after `cached` ones. Return the new mean work if it differs enough
-        from the one returned last, else None. Mutates."""
-        mean_work = self._means[pool] = self._means.get(pool, MeanWork()).after(new, cached)
+    def count_request(self, pool: str, new: int, cached: int, length: int) -> MeanWork | None:
+        """Count a request that was placed with `new` tokens after `cached` ones (`length`: as in token_pairs). Return the new
+        mean work if it differs enough from the one returned last, else None. Mutates."""
+        mean_work = self._means[pool] = self._means.get(pool, MeanWork()).after(new, cached, length)
         if not mean_work.differs_from(self._stored_means.get(pool, MeanWork())):
             return None
         self._stored_means[pool] = mean_work

@@ -421,7 +421,8 @@ class RequestTable:
         counters = self._reservations.counters(reservation.instance_id)
         curve, learned = self._prefill_observer.prediction(reservation.pool, record.info.hardware)
         factor, load = 1.0 if learned else UNLEARNED_FACTOR, reservation.kv_load
-        alone_s = factor * curve.cost_s(reservation.new_tokens - load.price_tokens, reservation.cached_tokens)
+        new = reservation.new_tokens - load.price_tokens
+        alone_s = factor * curve.cost_s(new, reservation.cached_tokens, reservation.sequence_length)
         if counters.pending_prefills > 1:
             backlog = PrefillSums(counters.pending_prefills, counters.pending_prefill_tokens, counters.pending_pairs)
             behind_s = max(factor * curve.sums_s(backlog), alone_s)
