@@ -382,6 +382,16 @@ def test_an_engine_that_cuts_long_prompts_teaches_by_lone_ones_only() -> None:
     assert learned(made)[0] == 1
 
 
+def test_a_whole_answer_that_tells_who_refused_it_teaches_nothing() -> None:
+    made = router()
+    for name, streamed in (("whole", False), ("stream", True)):
+        place(made, request(name, tokens=10_000, exclude=("b",), streamed=streamed))
+        made.handle(ev.FirstToken(name, ("b",)), 60.0)
+        assert learned(made)[0] == streamed
+        made.handle(ev.Finished(name, "OK"), 60.0)
+        made.check_invariants()
+
+
 def test_cancelled_prefills_teach_nothing_and_are_not_watched() -> None:
     made = router()
     place(made, request("r", tokens=10_000, exclude=("b",)))

@@ -230,7 +230,7 @@ class PrefixKnowledge:
             case _:
                 return []
         if moved:
-            self.prefill_observer.moved(instance_id, now)
+            self.prefill_observer.moved(instance_id, _complete(moved, record.info.block_size), now)
         return moved
 
     def forget(self, instance_id: str) -> None:
@@ -432,6 +432,11 @@ class PrefixKnowledge:
             ev.Resync(record.stream_id, instance_id, f"prediction audit failed: {reason}"),
         ]
         return [*effects, ev.EventsDistrusted(instance_id, reason)] if new else effects
+
+
+def _complete(prompts: Sequence[OpenPrompt], block_size: int) -> list[str]:
+    """Return the requests of which all whole blocks are computed."""
+    return [one.request_id for one in prompts if one.target_tokens - one.reached * KEY_TOKENS < block_size]
 
 
 def _capacity_keys(record: InstanceRecord) -> int:

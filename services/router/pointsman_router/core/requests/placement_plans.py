@@ -163,7 +163,9 @@ class PlacementPlans:
         state = self._requests.placed(event.request_id)
         if state is None or state.stage is not Stage.PREFILLING:
             return []
-        moved = self._requests.first_token(state, now)
+        # Of an answer that is not streamed it is told only if others refused the request, when the answer has come.
+        streamed = state.decision is not None and state.decision.request.streamed
+        moved = self._requests.first_token(state, now, with_answer=bool(event.refused_by) and not streamed)
         self._evidence.began(moved, now)
         for refusing in event.refused_by:
             self._evidence.blamed(refusing, now)
