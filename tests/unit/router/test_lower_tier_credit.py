@@ -70,7 +70,9 @@ def test_a_prefix_continues_from_the_gpu_into_host_memory_and_storage() -> None:
     assert one.present_tokens == 35_200
     assert one.cached_tokens == 35_200 - one.kv_load.price_tokens
     assert one.cached_tokens + one.new_tokens == len(PROMPT)
-    assert one.prefill_s(DEFAULT_CURVE) == pytest.approx(DEFAULT_CURVE.cost_s(4_800, 35_200) + one.kv_load.seconds)
+    assert one.prefill_s(DEFAULT_CURVE, len(PROMPT)) == pytest.approx(
+        DEFAULT_CURVE.cost_s(4_800, 35_200) + one.kv_load.seconds
+    )
     assert seen(router, "b").kv_load == NO_LOAD
     assert one.provisional_tokens == 0
 

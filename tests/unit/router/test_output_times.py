@@ -7,6 +7,7 @@ import random
 import pytest
 
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.engine_life import STALLED_S
 from pointsman_router.core.learning.output_times import FIRST_TOKEN_S, MARGIN, OutputTimes
 from pointsman_router.core.placement_types import Load
 from pointsman_router.core.router_state import RouterState
@@ -32,11 +33,15 @@ def test_an_answer_that_its_client_reads_slowly_counts_like_any_other() -> None:
     assert before < times.token_s("m", "") < 1.1 * before
 
 
-def silent_after(state_: RouterState, name: str, since: float, max_output_tokens: int = 0) -> int:
-    """Place a request whose answer is not streamed, and return after how many seconds its engine counts as silent."""
+def silent_after(state_: RouterState, name: str, since: float, max_output_tokens: int = 0, generates_s: int = 0) -> int:
+    """Place a request whose answer is not streamed, and return after how many seconds its engine counts as silent.
+    `generates_s`: how long it generates tokens, by its agent; 0: the agent sends no loads."""
     asked = request(name, tokens=100, max_output_tokens=max_output_tokens)
     assert isinstance(place(state_, asked, since), ev.Placed)
     for second in range(1_000):
+        if generates_s:
+            load = Load(since + second, running=1, generation_tokens=min(second, generates_s))
+            state_.handle(ev.LoadReported(1, "a", load), since + second)
         state_.handle(ev.Tick(), since + second)
         if any(record.life.opened for record in state_.instances.records()):
             return second
@@ -63,3 +68,7 @@ def test_an_answer_that_is_not_streamed_is_expected_in_the_time_of_streamed_ones
     learned = silent_after(state_, "whole", 100.0, max_output_tokens=1_000)
     assert unlearned - learned == pytest.approx(1_000 * (MARGIN * FIRST_TOKEN_S - 0.01), abs=3.0)
     assert silent_after(fleet(), "endless", 0.0) > 200
+
+
+def test_an_engine_that_generates_is_not_silent_until_it_stops() -> None:
+    assert silent_after(fleet(), "endless", 0.0, generates_s=400) == pytest.approx(400 + STALLED_S, abs=2.0)

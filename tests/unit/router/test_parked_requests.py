@@ -14,7 +14,7 @@ from pointsman_router.core.admission_rule import AdmissionOutcome, decide_admiss
 from pointsman_router.core.analysis.decision_replay import admission_differences, differences, redecide
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.load.reservations import Reservation
-from pointsman_router.core.placement_types import Phase, PlacementRequest
+from pointsman_router.core.placement_types import Load, Phase, PlacementRequest
 from pointsman_router.core.priority import Priority
 from pointsman_router.core.requests.hold_queue import QueueSettings
 from pointsman_router.core.requests.parked_requests import KEEP_AGE_S, KEYS_OF_ONE, LET_IN_AT_ONCE, LET_IN_PAUSE_S
@@ -115,6 +115,18 @@ def test_an_unknown_kv_capacity_parks_nothing_and_says_so() -> None:
     router = fleet(capacity=0)
     assert placed(ask(router, session("new", 3_000), 1.0)) == ["new"]
     assert router.admission.status("m", 1.0).off_reason == "the KV capacity of a is unknown"
+
+
+@pytest.mark.parametrize(
+    "gone", [ev.AgentLost(1, "a"), ev.LoadReported(1, "a", Load(1.0, healthy=False))], ids=["lost", "unhealthy"]
+)
+def test_what_is_parked_stays_so_while_no_agent_reports_a_healthy_engine(gone: ev.Event) -> None:
+    router = fleet()
+    ask(router, session("new", 3_000), 1.0)
+    router.handle(gone, 2.0)
+    assert not any(let_in(router, ev.Tick(), now) for now in (2.0, 3.0, 4.0))
+    assert (router.admission.armed("m", 4.0), router.parked_requests.queue.count("m")) == (True, 1)
+    router.check_invariants()
 
 
 @pytest.mark.parametrize(

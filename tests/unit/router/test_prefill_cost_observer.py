@@ -23,11 +23,11 @@ class Watched:
         self.observer = PrefillObserver(self.reservations)
         self.info = info("a", hardware="gpu", **engine)
 
-    def place(self, name: str, now: float, *, watched: bool = True) -> None:
+    def place(self, name: str, now: float, *, watched: bool = True, whole: bool = False) -> None:
         one = Reservation(name, "g", "a", "d", 1_000, 1_000, pool="m")
         self.reservations.put(one)
         if watched:
-            self.observer.opened(one, self.info, now)
+            self.observer.opened(one, self.info, now, whole=whole)
 
     def first_token(self, name: str, now: float) -> None:
         reservation = self.reservations.get(name)
@@ -100,6 +100,31 @@ def test_prompts_that_an_engine_cuts_teach_only_alone() -> None:
     one.place("r2", 3.0)
     one.first_token("r2", 4.0)
     assert one.samples() == 1
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("ends_at", [10.0, 20.0])
+def test_an_answer_that_is_not_streamed_makes_no_sample_too_short_and_stands_in_no_ones_way(
+    told: bool, ends_at: float
+) -> None:
+    """`told`: its instance's events say that its prompt is computed."""
+    one = Watched()
+    one.place("whole", 0.0, whole=True)
+    if told:
+        one.reservations.prefilled("whole", 992)
+        one.observer.moved("a", ["whole"], 4.0)
+    one.place("beside", 8.0)
+    if ends_at < 12.0:
+        one.end("whole", ends_at)
+    one.first_token("beside", 12.0)
+    assert one.samples() == (told and ends_at > 12.0)
+    one.place("next", 13.0)
+    one.first_token("next", 17.0)
+    assert one.samples() == 1 + (told and ends_at > 12.0)
+    assert one.observer.curve("m", "gpu").cost_s(1_000, 0) == pytest.approx(4.0, rel=0.1)
+    if ends_at > 12.0:
+        one.end("whole", ends_at)
+    assert one.samples() == 1 + (told and ends_at > 12.0)
 
 
 def test_a_curve_that_slow_first_prefills_have_taught_comes_down_again() -> None:

@@ -72,17 +72,17 @@ def test_whatever_is_learned_a_cost_is_a_positive_number(samples: list[tuple[int
 
 
 def test_usual_work_is_a_mean_that_forgets() -> None:
-    mean_work = MeanWork().after(100, 0).after(300, 1_000)
+    mean_work = MeanWork().after(100, 0, 100).after(300, 1_000, 1_300)
     assert mean_work == MeanWork(PrefillWork(200.0, (100 * 100 + 300 * 2_300) / 2), 2)
     for _ in range(1_000):
-        mean_work = mean_work.after(50, 0)
+        mean_work = mean_work.after(50, 0, 50)
     assert mean_work.work.tokens == pytest.approx(50, abs=1)
 
 
 def test_usual_work_is_news_when_it_has_moved_or_rests_on_far_more() -> None:
     mean_work, sent = MeanWork(), [MeanWork()]
     for tokens in [100] * 1_000 + [200] * 1_000:
-        mean_work = mean_work.after(tokens, 0)
+        mean_work = mean_work.after(tokens, 0, tokens)
         if mean_work.differs_from(sent[-1]):
             sent.append(mean_work)
     alike = [mean.requests for mean in sent if mean.requests <= 1_000]

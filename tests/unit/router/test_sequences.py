@@ -5,17 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import prompt_keys
 from pointsman_lab.rival_policies.registry import make_policy
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.analysis.pool_backlog import PoolBacklogs
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.load.reservations import Reservation, Reservations
-from pointsman_router.core.placement_types import Candidate, Decision, Phase, PlacementRequest
+from pointsman_router.core.placement_types import (
+    Candidate,
+    Decision,
+    FleetView,
+    Phase,
+    PlacementRequest,
+    PrefixSource,
+)
+from pointsman_router.core.prefill_curve import DEFAULT_CURVE
+from pointsman_router.core.requests.deadlines import SURE_SAMPLES, SURE_SHARE, least_prefill_s
+from pointsman_router.core.requests.request_table import UNLEARNED_FACTOR
 from pointsman_router.core.router_state import RouterState
 from pointsman_router.io.convert.gateway_messages import instance_ref, placement_request
-from tests.support.router_values import finish, info, join, place, request, set_policy, state
+from tests.support.router_values import candidate, finish, info, join, place, request, set_policy, state
 
 PROMPT = list(range(200))
 CHOICES: dict[str, Any] = {"sequences": 16, "sequence_tokens": 3200}
@@ -106,6 +120,42 @@ def test_a_prefill_cost_is_not_learned_from_several_sequences() -> None:
         router.handle(ev.FirstToken(name), 10.0 * number + 1.0)
         router.handle(ev.Finished(name, "OK"), 10.0 * number + 2.0)
         assert router.prefill_observer.samples("m", "") == 1
+
+
+PROMPTS: dict[str, Any] = {"sequences": 1_000, "sequence_tokens": 1_000_000}
+ONE_BY_ONE_S = DEFAULT_CURVE.base_s + 1_000 * (DEFAULT_CURVE.cost_s(1_000, 0) - DEFAULT_CURVE.base_s)
+
+
+def test_the_prompts_of_a_list_do_not_attend_to_each_other() -> None:
+    router = state("foresight")
+    join(router, "a", 1)
+    answer = place(router, request("r", 1_000_000, streamed=True, **PROMPTS))
+    assert isinstance(answer, ev.Placed)
+    assert answer.decision.result.figures["prefill_s"] == pytest.approx(ONE_BY_ONE_S)
+    assert DEFAULT_CURVE.work_s(router.prefill_observer.mean_work("m")) == pytest.approx(ONE_BY_ONE_S)
+    assert router.instances.records()[0].life.streams["r"].alone_s == pytest.approx(UNLEARNED_FACTOR * ONE_BY_ONE_S)
+    backlogs = PoolBacklogs(
+        router.instances,
+        router.reservations,
+        router.prefill_observer,
+        router.held_requests.queue,
+        router.parked_requests.queue,
+    ).at(0.0)
+    assert backlogs["m"]["HEAVY"] == pytest.approx(ONE_BY_ONE_S)
+    router.check_invariants()
+    view = FleetView((candidate("a", new=1_000_000, prefix_source=PrefixSource.EVENTS),), curves={"": DEFAULT_CURVE})
+    least_s = least_prefill_s(request(tokens=1_000_000, keys=(1,), **PROMPTS), "m", view, lambda *_: SURE_SAMPLES)
+    assert least_s == pytest.approx(SURE_SHARE * ONE_BY_ONE_S)
+
+
+@given(st.integers(1, 100_000), st.integers(0, 100_000), st.integers(1, 128))
+def test_several_answers_to_one_prompt_change_nothing_of_its_cost(new: int, cached: int, answers: int) -> None:
+    tokens = new + cached
+    several = request(tokens=tokens, sequences=answers, sequence_tokens=answers * tokens)
+    assert DEFAULT_CURVE.cost_s(new, cached, several.sequence_length) == DEFAULT_CURVE.cost_s(new, cached)
+    one = Reservation("r", "g", "i", "d", tokens, new, cached_tokens=cached)
+    assert replace(one, sequences=answers, sequence_tokens=answers * tokens).pending_pairs == one.pending_pairs
+    assert one.pending_pairs == new * (2 * cached + new)
 
 
 def test_older_gateways_and_absurd_numbers() -> None:

@@ -22,6 +22,7 @@ from pointsman_router.core.placement_types import (
     KvTransfer,
     Load,
     PlacementRequest,
+    StepKind,
     Unseen,
 )
 from pointsman_router.core.policy.linear import Additive
@@ -409,6 +410,28 @@ def test_a_placement_costs_the_same_however_many_names_were_asked_for() -> None:
                 decision_of(router, f"r{number}-{len(asked_for)}", tokens=5, model=adapters[number % 2])
         steps.append(taken.count)
     assert steps[1] < 1.1 * steps[0]
+
+
+def test_the_end_of_a_slice_costs_the_same_however_many_instances_a_pool_has() -> None:
+    steps = []
+    for instances in (20, 80):
+        router = state("foresight")
+        for number in range(instances):
+            join(router, f"i{number:02d}", number)
+        for number in range(20):
+            decision_of(router, f"short{number}", tokens=100)
+            router.handle(ev.Finished(f"short{number}", "OK"), 0.0)
+        keys = tuple(range(1, 6_251))
+        decision_of(router, "long", tokens=100_000, keys=keys, sliceable_tokens=100_000, session_id="s")
+        with Steps() as taken:
+            [next_one] = [
+                effect
+                for effect in router.handle(ev.StepDone("long", 0, ok=True), 0.0)
+                if isinstance(effect, ev.Placed)
+            ]
+        assert (next_one.step.kind, next_one.step_index) == (StepKind.PREFILL, 1)
+        steps.append(taken.count)
+    assert steps[1] < 1.5 * steps[0]
 
 
 def test_no_more_is_kept_than_is_bounded_and_what_was_not_asked_for_long_goes_first() -> None:

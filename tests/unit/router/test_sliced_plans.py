@@ -49,10 +49,10 @@ class Slices(Policy):
         return serve(best, "rest")
 
 
-def router(hold_at: int = 10**9, **settings: Any) -> RouterState:
+def router(hold_at: int = 10**9, engine: dict[str, Any] | None = None, **settings: Any) -> RouterState:
     made = RouterState(Slices(hold_at), StateSettings(**settings), router_id="t")
-    join(made, "a", 0)
-    join(made, "b", 1)
+    for number, name in enumerate("ab"):
+        join(made, name, number, **(engine or {}))
     return made
 
 
@@ -77,12 +77,21 @@ def test_without_a_gateway_a_prompt_is_not_cut() -> None:
     assert (answer.step.kind, answer.last) == (StepKind.SERVE, True)
 
 
-def test_a_prompt_is_computed_part_by_part_and_then_served() -> None:
-    made = router()
+@pytest.mark.parametrize(
+    ("engine", "prefixes"),
+    [
+        ({}, (256, 512, 768)),
+        ({"sparse_prefixes": True}, (256, 512, 768)),
+        ({"uncertain_blocks": 1}, (256, 496, 736, 976)),
+    ],
+    ids=["plain", "sparse", "uncertain"],
+)
+def test_a_prompt_is_computed_part_by_part_and_then_served(engine: dict[str, Any], prefixes: tuple[int, ...]) -> None:
+    made = router(engine=engine)
     answer = place(made, prompt())
     assert isinstance(answer, ev.Placed)
     where = answer.step.instance_id
-    for number, prefix in enumerate((256, 512, 768)):
+    for number, prefix in enumerate(prefixes):
         assert (answer.step.kind, answer.step.prefix_tokens) == (StepKind.PREFILL, prefix)
         assert (answer.step_index, answer.last, answer.gateway_id) == (number, False, "g")
         reserved = made.reservations.get("r")
@@ -95,7 +104,7 @@ def test_a_prompt_is_computed_part_by_part_and_then_served() -> None:
         assert len(decided.result.steps) == 1, "each part is a decision of its own, to be made again from its own view"
         assert decided.previous_id
         assert decided.request.age_s == 0.5 + number / 4
-    assert (answer.step.kind, answer.last, answer.step_index) == (StepKind.SERVE, True, 3)
+    assert (answer.step.kind, answer.last, answer.step_index) == (StepKind.SERVE, True, len(prefixes))
     assert {step.instance_id for step in answer.decision.result.steps} == {where}
     made.handle(ev.FirstToken("r"), 5.0)
     closed = made.handle(ev.Finished("r", "OK", cached_tokens=1_024), 6.0)
@@ -158,6 +167,28 @@ def test_the_rest_may_have_to_wait_and_keeps_its_place_with_nothing_to_compute()
     assert (answer.request_id, answer.step_index, answer.step.prefix_tokens) == ("r", 1, 512)
     assert made.held_requests.queue.count("m") == 0
     made.check_invariants()
+
+
+@dataclass(frozen=True)
+class OneSlice(Policy):
+    """Plans one slice of request r and holds the rest; other requests wait until nothing prefills."""
+
+    name: ClassVar[str] = "one_slice"
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        [only] = view.candidates
+        if request.request_id == "r":
+            return hold("rest") if only.cached_tokens else slice_of(only, 256, "slice")
+        return hold("busy", waits_for="a") if only.prefill_backlog.queue else serve(only, "idle")
+
+
+def test_the_end_of_a_slice_lets_another_request_go_on_if_the_rest_is_held() -> None:
+    made = RouterState(OneSlice(), StateSettings(), router_id="t")
+    join(made, "a", 0)
+    place(made, prompt())
+    asked = made.handle(ev.PlaceRequested(request("w", tokens=100), "g"), 0.5)
+    assert not [effect for effect in asked if isinstance(effect, ev.Placed)]
+    assert placed(done(made, 0, 1.0)).request_id == "w"
 
 
 def test_a_rest_that_waited_too_long_is_served_by_default() -> None:
@@ -349,6 +380,16 @@ def test_an_engine_that_cuts_long_prompts_teaches_by_lone_ones_only() -> None:
     place(made, request("three", tokens=10_000), 10.0)
     made.handle(ev.FirstToken("three"), 12.0)
     assert learned(made)[0] == 1
+
+
+def test_a_whole_answer_that_tells_who_refused_it_teaches_nothing() -> None:
+    made = router()
+    for name, streamed in (("whole", False), ("stream", True)):
+        place(made, request(name, tokens=10_000, exclude=("b",), streamed=streamed))
+        made.handle(ev.FirstToken(name, ("b",)), 60.0)
+        assert learned(made)[0] == streamed
+        made.handle(ev.Finished(name, "OK"), 60.0)
+        made.check_invariants()
 
 
 def test_cancelled_prefills_teach_nothing_and_are_not_watched() -> None:

@@ -94,10 +94,18 @@ class FleetViewBuilder:
         return min((candidate.new_tokens for candidate in candidates), default=request.input_tokens)
 
     def view(
-        self, request: PlacementRequest, pool: str, decision_number: int, now: float, *, shortlisted: bool = False
+        self,
+        request: PlacementRequest,
+        pool: str,
+        decision_number: int,
+        now: float,
+        *,
+        shortlisted: bool = False,
+        only: str = "",
     ) -> FleetView:
         """Return a view of all instances of `pool` that answer to the request's model; with `shortlisted`, of
-        a shortlist of them if they are more than MAX_FULL_VIEW. O(instances considered + look-ups of the prompt's keys)."""
+        a shortlist of them if they are more than MAX_FULL_VIEW; with `only`, of this one. O(instances considered + look-ups of
+        the prompt's keys)."""
         self._follow_reservations()
         owner = self._affinity.owner(pool, request.session, now) if request.session_id else ""
         tokens = request.input_tokens
@@ -108,7 +116,10 @@ class FleetViewBuilder:
         known: Mapping[PrefixIndex, Mapping[str, int]] = {}
         shares = self._instances.shares(pool, request.model)
         drawn = shares.drawn(pool, request.session or request.request_id) if shares else ()
-        if shortlisted and len(members) > MAX_FULL_VIEW:
+        if only:
+            record = self._instances.get(only)
+            members = [record] if record is not None and self._instances.answers(only, request.model) else []
+        elif shortlisted and len(members) > MAX_FULL_VIEW:
             loads = self._loads.of(pool, self._instances.lists(pool), members)
             shortlist = self._shortlist(pool, loads, request, keys, shares, (*drawn, owner), decision_number, now)
             if shortlist.members:
@@ -117,7 +128,7 @@ class FleetViewBuilder:
         snapshots = self._snapshots(members, now)
         seen = [snapshot.candidate for snapshot in snapshots]
         # A shortlist has other instances each time.
-        session = "" if known else request.session
+        session = "" if known or only else request.session
         blocks, provisional, lower = self._prefix_knowledge.match(keys, seen, known, session)
         priced = self._pricer(pool) if lower else None
         candidates = []

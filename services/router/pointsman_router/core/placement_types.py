@@ -306,6 +306,11 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
         return self.longest_prompt_tokens or self.input_tokens
 
     @property
+    def sequence_length(self) -> int:
+        """Mean length of its prompts, in tokens."""
+        return (self.sequence_tokens or self.input_tokens) // self.sequences
+
+    @property
     def session(self) -> str:
         """The session's name, unique across tenants; empty for a request without a session."""
         return session_name(self.tenant, self.session_id)
@@ -414,11 +419,12 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         """Tokens of the prompt that the instance has on its GPU."""
         return self.cached_tokens - self.kv_load.credit_tokens
 
-    def prefill_s(self, curve: PrefillCurve) -> float:
-        """Return the seconds in which the instance has the whole prompt: those of the load, and of computing the rest."""
+    def prefill_s(self, curve: PrefillCurve, length: int) -> float:
+        """Return the seconds in which the instance has the whole prompt: those of the load, and of computing the rest.
+        `length`: as in token_pairs."""
         load = self.kv_load
         price = load.price_tokens
-        return curve.cost_s(self.new_tokens - price, self.cached_tokens + price) + load.seconds
+        return curve.cost_s(self.new_tokens - price, self.cached_tokens + price, length) + load.seconds
 
     @property
     def exact(self) -> bool:

@@ -20,6 +20,12 @@ class PrefillWork(msgspec.Struct, frozen=True, gc=False):
     pairs: float = 0.0
 
 
+def token_pairs(new: int, cached: int, length: int) -> int:
+    """Return the pairs (PrefillWork) of `new` tokens after `cached` ones. `length`: mean length of the request's prompts, in
+    tokens: those of a list do not attend to each other."""
+    return new * (2 * min(cached, length) + min(new, length))
+
+
 class PrefillSums(msgspec.Struct, frozen=True, gc=False):
     """The sums of several prefills: their number, and the tokens and pairs (see PrefillWork) that are left of all together."""
 
@@ -47,10 +53,12 @@ class PrefillCurve(msgspec.Struct, frozen=True, gc=False):
     token_s: float = _TOKEN_S
     pair_s: float = _PAIR_S
 
-    def cost_s(self, new: float, cached: float) -> float:
-        """Return the seconds for `new` tokens after `cached` ones; 0 if `new` is 0 or less."""
+    def cost_s(self, new: float, cached: float, length: float = math.inf) -> float:
+        """Return the seconds for `new` tokens after `cached` ones; 0 if `new` is 0 or less. `length`: as in token_pairs."""
         if new <= 0:
             return 0.0
+        if new + cached > length:
+            return self.base_s + new * (self.token_s + self.pair_s * (2.0 * min(cached, length) + min(new, length)))
         return self.base_s + new * (self.token_s + self.pair_s * (2.0 * cached + new))
 
     def total_s(self, prefills: Iterable[tuple[int, int]]) -> float:
@@ -202,12 +210,14 @@ class MeanWork(msgspec.Struct, frozen=True, gc=False):
     work: PrefillWork = PrefillWork()  # mean per request, by what was new and cached at its first placement
     requests: int = 0  # since the pool's first, those of earlier owners as last stored
 
-    def after(self, new: int, cached: int) -> MeanWork:
-        """Return the mean with one more request, of `new` tokens after `cached` ones on the instance where it was placed."""
+    def after(self, new: int, cached: int, length: int) -> MeanWork:
+        """Return the mean with one more request, of `new` tokens after `cached` ones on the instance where it was placed.
+        `length`: as in token_pairs."""
         requests = self.requests + 1
         rate = max(1.0 / requests, self.RATE)
         tokens, pairs = self.work.tokens, self.work.pairs
-        work = PrefillWork(tokens + rate * (new - tokens), pairs + rate * (new * (2.0 * cached + new) - pairs))
+        added = token_pairs(new, cached, length)
+        work = PrefillWork(tokens + rate * (new - tokens), pairs + rate * (added - pairs))
         return MeanWork(work, requests)
 
     def differs_from(self, before: MeanWork) -> bool:

@@ -13,8 +13,8 @@ from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman_router.core.placement_types import InstanceState
 from pointsman_router.core.prefix.lower_tiers import Store
 
-# States of the instances whose KV counts. One that syncs its keys has its cache, and is placed on.
-SERVING = (InstanceState.READY, InstanceState.SYNCING)
+# States of the instances whose KV counts. One that syncs its keys, or whose agent is gone, has its cache, and is placed on.
+SERVING = (InstanceState.READY, InstanceState.SYNCING, InstanceState.LOST)
 # Length of the prompt by which a tier's worth is measured, tokens: that of an agent's session after some turns.
 TYPICAL_TOKENS = 16_384
 # Maximum KV in a tier that counts, as a multiple of the KV of the GPU.

@@ -84,7 +84,7 @@ class PoolAdmission:
 
     ledger: SessionLedger = field(default_factory=SessionLedger)  # counted also while admission does not apply
     recomputation: Recomputation = field(default_factory=Recomputation)  # by which the pool is armed
-    capacity: Capacity = field(default_factory=Capacity)  # as of the last tick; of no instance before the first one
+    capacity: Capacity = field(default_factory=Capacity)  # of the last tick at which an instance served
     armed: bool = False  # as of the last tick; without effect where admission does not apply
     curve: PrefillCurve = field(default_factory=PrefillCurve)  # of most of its instances; as of the last tick
     stored_at: float = -inf  # when the sums of idle sessions were last given to be stored, s
@@ -172,17 +172,21 @@ class SessionAdmission:
         """Bring a pool up to date: its idle sessions, its capacity, and whether it is armed. `parked`: whether requests of the
         pool are parked."""
         state.ledger.advance(now)
-        state.capacity = self._capacity.of(pool, self._instances.members(pool, pool))
+        members = self._instances.members(pool, pool)
+        capacity = self._capacity.of(pool, members)
+        # While no instance serves, the last capacity stays: else all that is parked would be let in at once.
+        if capacity.ids or not members:
+            state.capacity = capacity
         state.ledger.hosted_by(max(len(state.capacity.ids), 1))
         state.curve = self._prefill_observer.curve(pool, state.capacity.hardware)
         computed, again = state.recomputation.tokens(now)
         thrashes = computed > 0 and again >= ARM_SHARE * computed
-        weighted, capacity = state.ledger.weighted(), state.capacity.tokens
+        weighted, tokens = state.ledger.weighted(), state.capacity.tokens
         if not state.armed:
-            state.armed = thrashes and weighted >= ARM_SIZE * capacity > 0
+            state.armed = thrashes and weighted >= ARM_SIZE * tokens > 0
             return
-        fits = weighted < DISARM_SIZE * capacity
-        state.armed = capacity > 0 and (parked or not fits)
+        fits = weighted < DISARM_SIZE * tokens
+        state.armed = tokens > 0 and (parked or not fits)
 
     def tick(self, parked: Collection[str], now: float) -> None:
         """Bring all pools up to date; called with every tick. `parked`: the pools in which requests are parked. Mutates."""

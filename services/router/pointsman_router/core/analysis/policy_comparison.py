@@ -81,7 +81,7 @@ def _expected_ttft_s(decision: Decision) -> float | None:
     if curve == DEFAULT_CURVE:
         return None
     _, wait_s = prefills_ahead(candidate.prefill_backlog, curve, candidate.new_tokens, view.now)
-    return wait_s + candidate.prefill_s(curve)
+    return wait_s + candidate.prefill_s(curve, decision.request.sequence_length)
 
 
 def _places(decision: Decision) -> list[str]:

@@ -12,10 +12,10 @@ from itertools import chain
 
 from pointsman_router.core.instances.instance_registry import InstanceRegistry, PoolInfo
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
-from pointsman_router.core.load.reservations import Reservations
-from pointsman_router.core.placement_types import route_class
+from pointsman_router.core.load.reservations import Reservation, Reservations
+from pointsman_router.core.placement_types import PlacementRequest, route_class
 from pointsman_router.core.policy.prefills_ahead import MAX_DONE_SHARE
-from pointsman_router.core.prefill_curve import PrefillCurve
+from pointsman_router.core.prefill_curve import PrefillCurve, PrefillWork, token_pairs
 from pointsman_router.core.requests.hold_queue import HoldQueue
 
 # Lightest first, which is the order in which requests leave the router's queue.
@@ -31,12 +31,12 @@ class _Waiting:
     tokens: float = 0.0
     pairs: float = 0.0
 
-    def add(self, new: int, cached: int) -> None:
-        """Count one prefill of `new` tokens after `cached` ones. Mutates."""
+    def add(self, new: int, cached: int, length: int) -> None:
+        """Count one prefill of `new` tokens after `cached` ones (`length`: as in token_pairs). Mutates."""
         if new > 0:
             self.requests += 1
             self.tokens += new
-            self.pairs += new * (2.0 * cached + new)
+            self.pairs += token_pairs(new, cached, length)
 
     def seconds(self, curve: PrefillCurve) -> float:
         """Return the seconds that these prefills take one after another."""
@@ -107,11 +107,11 @@ class PoolBacklogs:
         """Return pool -> class -> the prefills still to be placed."""
         waiting: dict[str, dict[str, _Waiting]] = {}
         for held in chain(self._queue, self._parked):
-            _add(waiting.setdefault(held.pool, {}), held.new_tokens, held.request.input_tokens)
+            _add(waiting.setdefault(held.pool, {}), held.new_tokens, held.request)
         for partial in self._reservations.partial_prefills():
             # Between two slices the request is in the queue, and is counted above.
             if self._queue.get(partial.request_id) is None:
-                _add(waiting.setdefault(partial.pool, {}), partial.remainder_tokens, partial.input_tokens)
+                _add(waiting.setdefault(partial.pool, {}), partial.remainder_tokens, partial)
         return waiting
 
     def _backlog(
@@ -137,13 +137,14 @@ class PoolBacklogs:
             + curve.token_s * sums.pending_prefill_tokens
             + curve.pair_s * sums.pending_pairs
         )
-        first_s = curve.cost_s(first.pending_tokens, first.cached_tokens + first.prefilled_tokens)
+        first_s = curve.work_s(PrefillWork(first.pending_tokens, first.pending_pairs))
         since = max(now - self._prefill_observer.advanced_at(instance_id), 0.0)
         return left - min(since, MAX_DONE_SHARE * first_s)
 
 
-def _add(waiting: dict[str, _Waiting], new: int, tokens: int) -> None:
-    waiting.setdefault(route_class(new, tokens), _Waiting()).add(new, tokens - new)
+def _add(waiting: dict[str, _Waiting], new: int, of: PlacementRequest | Reservation) -> None:
+    tokens = of.input_tokens
+    waiting.setdefault(route_class(new, tokens), _Waiting()).add(new, tokens - new, of.sequence_length)
 
 
 def _mean_curve(curves: Mapping[str, PrefillCurve], kinds: Mapping[str, int]) -> PrefillCurve:

@@ -106,10 +106,15 @@ class InstanceRecord:
     def computes_nothing(self, for_s: float, now: float) -> bool:
         """Return whether the engine's loads have come until lately, and its count of generated tokens has stood still for
         `for_s`; False if it has no such count."""
+        return self._counts(for_s, now) and now - self.generated_at >= for_s
+
+    def generates(self, for_s: float, now: float) -> bool:
+        """Return whether the engine's loads have come until lately, and its count of generated tokens has grown in `for_s`."""
+        return self._counts(for_s, now) and now - self.generated_at < for_s
+
+    def _counts(self, for_s: float, now: float) -> bool:
         load = self.load
-        if load is None or load.generation_tokens is None or now - load.sampled_at > for_s / 2:
-            return False
-        return now - self.generated_at >= for_s
+        return load is not None and load.generation_tokens is not None and now - load.sampled_at <= for_s / 2
 
     def forget_snapshot(self) -> None:
         """Drop the candidate snapshot, because something that decisions see of the instance has changed. Mutates."""

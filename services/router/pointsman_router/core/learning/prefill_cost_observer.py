@@ -3,7 +3,8 @@
 An engine that reports its steps says itself how many tokens it computed in which time. For other engines only the ends of
 prefills are known. An engine computes prompts one after another in order of arrival. So a prefill took the time from the end of
 the previous one, or from its own arrival if the instance was idle, to its own first token. Nothing is learned from a prefill for
-which this may not hold: it ended out of order, the engine cuts long prompts and so mixes them, or an earlier owner placed it.
+which this may not hold: it ended out of order, the engine cuts long prompts and so mixes them, an earlier owner placed it, or it
+may have waited for one whose answer is not streamed, which tells no end of its prefill.
 
 Of a prompt of which KV was loaded from a lower tier, the curve says how long its computed tokens took. The rest of its time is a
 sample of the load's price, if the instance had no other prefill meanwhile: loads and other prompts' prefills run side by side.
@@ -12,7 +13,9 @@ sample of the load's price, if the instance had no other prefill meanwhile: load
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from pointsman_router.core.kv_load import LoadPrices
 from pointsman_router.core.learning.load_price_fit import LoadPriceObserver
@@ -47,6 +50,9 @@ class _Watched:
     # Request id -> (time of opening, number), in order of arrival. Not a dict: finding its first key takes a step for each key
     # that was removed before.
     opened: OrderedDict[str, tuple[float, int]] = field(default_factory=OrderedDict)
+    # The open requests that were opened here and whose answers are not streamed, or not said to be -> when their prefills were
+    # complete by their events, s; inf: not known. The prefills of those that are not in `opened` any more have ended.
+    whole: dict[str, float] = field(default_factory=dict)
     number: int = 0  # of the prefill opened last
     mixed: int = 0  # prefills with numbers up to this one are not learned from
     advanced_at: float = 0.0  # when the first prefill last progressed, s
@@ -110,10 +116,10 @@ class PrefillObserver:
         """Return the pool's mean work with its number of requests, for a later owner; None before the first request."""
         return self._means.get(pool)
 
-    def count_request(self, pool: str, new: int, cached: int) -> MeanWork | None:
-        """Count a request that was placed with `new` tokens after `cached` ones. Return the new mean work if it differs enough
-        from the one returned last, else None. Mutates."""
-        mean_work = self._means[pool] = self._means.get(pool, MeanWork()).after(new, cached)
+    def count_request(self, pool: str, new: int, cached: int, length: int) -> MeanWork | None:
+        """Count a request that was placed with `new` tokens after `cached` ones (`length`: as in token_pairs). Return the new
+        mean work if it differs enough from the one returned last, else None. Mutates."""
+        mean_work = self._means[pool] = self._means.get(pool, MeanWork()).after(new, cached, length)
         if not mean_work.differs_from(self._stored_means.get(pool, MeanWork())):
             return None
         self._stored_means[pool] = mean_work
@@ -125,8 +131,9 @@ class PrefillObserver:
         if mean_work is not None:
             self._means[pool] = self._stored_means[pool] = mean_work
 
-    def opened(self, reservation: Reservation, info: InstanceInfo | None, now: float) -> None:
-        """Start to observe the prefill of a step that was reserved. Mutates; O(1)."""
+    def opened(self, reservation: Reservation, info: InstanceInfo | None, now: float, *, whole: bool = False) -> None:
+        """Start to observe the prefill of a step that was reserved. `whole`: its answer is not streamed, or not said to be, so
+        its first token may never be told. Mutates; O(1)."""
         if not reservation.new_tokens or info is None:  # info is None: the instance is gone, so nothing is learned
             return
         watched = self._watched.setdefault(reservation.instance_id, _Watched())
@@ -137,6 +144,8 @@ class PrefillObserver:
         elif info.long_prefill_token_threshold:
             watched.mixed = watched.number
         watched.opened[reservation.request_id] = now, watched.number
+        if whole:
+            watched.whole[reservation.request_id] = inf
 
     def announced(self, reservation: Reservation, now: float) -> None:
         """Count progress only from `now` on if the instance's first prefill is this one, which another router has placed. Nothing
@@ -146,25 +155,47 @@ class PrefillObserver:
             if not self._has_others(reservation, watched):
                 watched.advanced_at = now
 
-    def moved(self, instance_id: str, now: float) -> None:
-        """Record that a prefill of the instance has progressed, by its events. Mutates."""
-        if (watched := self._watched.get(instance_id)) is not None:
-            watched.advanced_at = now
-
-    def done(self, reservation: Reservation, info: InstanceInfo | None, now: float, *, doubtful: bool) -> None:
-        """Record that a prefill ended with its first token, or with its step, and learn its cost. `reservation`: as it was before
-        the end. `doubtful`: the tokens computed may differ from those expected. Mutates; O(1)."""
-        watched = self._watched.get(reservation.instance_id)
-        if watched is None or reservation.request_id not in watched.opened:
+    def moved(self, instance_id: str, complete: Iterable[str], now: float) -> None:
+        """Record that prefills of the instance have progressed, by its events, and which of these are `complete`. Mutates."""
+        if (watched := self._watched.get(instance_id)) is None:
             return
-        in_order = self._first(reservation.instance_id, watched) == reservation.request_id
+        watched.advanced_at = now
+        for request_id in complete:
+            if request_id in watched.whole:
+                watched.whole[request_id] = now
+
+    def done(
+        self,
+        reservation: Reservation,
+        info: InstanceInfo | None,
+        now: float,
+        *,
+        doubtful: bool,
+        with_answer: bool = False,
+    ) -> None:
+        """Record that a prefill ended with its first token, or with its step, and learn its cost. `reservation`: as it was before
+        the end. `doubtful`: the tokens computed may differ from those expected. `with_answer`: an answer that is not streamed is
+        told together with its first token. Mutates; O(1) but for the answers that are not streamed."""
+        watched = self._watched.get(reservation.instance_id)
+        if watched is None or reservation.request_id not in watched.opened or with_answer:
+            self.gone(reservation, now)
+            return
+        watched.whole.pop(reservation.request_id, None)
         opened_at, number = watched.opened[reservation.request_id]
+        while watched.whole.get(first := next(iter(watched.opened)), inf) <= opened_at:
+            del watched.opened[first]
+        in_order = self._first(reservation.instance_id, watched) == reservation.request_id
         began = max(opened_at, watched.freed_at)
         known = in_order and number > watched.mixed and not doubtful
         alone = number == watched.number and opened_at >= watched.freed_at
         self._drop(watched, reservation.request_id, now)
         if not in_order:
             watched.mixed = watched.number
+            while watched.opened:
+                other, (_, came) = next(iter(watched.opened.items()))
+                if other not in watched.whole or came > number:
+                    break
+                _ends_untold(watched, other, now)
         if not known or info is None:
             return
         if reservation.kv_load.tokens:
@@ -193,9 +224,15 @@ class PrefillObserver:
 
     def gone(self, reservation: Reservation, now: float) -> None:
         """Stop observing a request that ended, or moved, before its prefill did; no effect if it is not observed. Mutates."""
-        watched = self._watched.get(reservation.instance_id)
-        if watched is not None and reservation.request_id in watched.opened:
-            self._drop(watched, reservation.request_id, now)
+        request_id = reservation.request_id
+        if (watched := self._watched.get(reservation.instance_id)) is None:
+            return
+        if request_id in watched.opened:
+            if request_id in watched.whole:
+                _ends_untold(watched, request_id, now)
+            else:
+                self._drop(watched, request_id, now)
+        watched.whole.pop(request_id, None)
 
     def forget(self, instance_id: str) -> None:
         """Drop an instance that is gone, or has a new incarnation. Mutates."""
@@ -223,7 +260,10 @@ class PrefillObserver:
             assert [request_id for request_id in queue if request_id in watched.opened] == list(watched.opened), (
                 instance_id
             )
-            assert self._first(instance_id, watched) == (queue[0] if queue else None), instance_id
+            untold = bool(queue) and queue[0] in watched.whole and queue[0] not in watched.opened
+            first = next(iter(watched.opened if untold else queue), None)
+            assert self._first(instance_id, watched) == first, instance_id
+            assert all(self._reservations.get(request_id) is not None for request_id in watched.whole), instance_id
             for request_id in watched.opened:
                 reservation = self._reservations.get(request_id)
                 assert reservation is not None
@@ -237,9 +277,12 @@ class PrefillObserver:
 
     def _first(self, instance_id: str, watched: _Watched) -> str | None:
         """Return the first to arrive of the prefills that the instance has to compute. A prefill that is complete by its events,
-        but whose end is not reported yet, still counts; a request between two slices does not."""
+        but whose end is not reported yet, still counts; a request between two slices does not, nor one of which nothing told the
+        end."""
         pending = self._reservations.first_prefill(instance_id)
         opened = next(iter(watched.opened), None)
+        if pending is not None and pending.request_id in watched.whole and pending.request_id not in watched.opened:
+            pending = None
         if pending is None or opened is None:
             return opened if pending is None else pending.request_id
         earlier = self._reservations.came_before(instance_id, opened, pending.request_id)
@@ -271,3 +314,10 @@ class PrefillObserver:
             price = reservation.kv_load.price_tokens
             computed_s = fit.curve.cost_s(reservation.new_tokens - price, reservation.cached_tokens + price)
             self._loads.learn(reservation.pool, info, reservation.kv_load, seconds - computed_s, now)
+
+
+def _ends_untold(watched: _Watched, request_id: str, now: float) -> None:
+    """Observe a prefill no longer that ended some time before now. Those that may have waited for it teach nothing. Mutates."""
+    del watched.opened[request_id]
+    watched.mixed = watched.number
+    watched.advanced_at = now

@@ -230,7 +230,7 @@ class PrefixKnowledge:
             case _:
                 return []
         if moved:
-            self.prefill_observer.moved(instance_id, now)
+            self.prefill_observer.moved(instance_id, _complete(moved, record.info.block_size), now)
         return moved
 
     def forget(self, instance_id: str) -> None:
@@ -279,7 +279,8 @@ class PrefixKnowledge:
 
     def first_token(self, prompt: OpenPrompt, now: float) -> None:
         """Record that a prompt is computed in full, and its answer has begun. Mutates."""
-        self.step_done(prompt, now)
+        self.prefill_progress.computed(prompt)
+        self._learn(prompt, now)
         if prompt.learned:
             record = self.instances.get(prompt.instance_id)
             if record is None or not record.needs_placements:
@@ -289,7 +290,7 @@ class PrefixKnowledge:
     def step_done(self, prompt: OpenPrompt, now: float) -> None:
         """Record that a PREFILL step is done. Mutates."""
         self.prefill_progress.computed(prompt)
-        self._learn(prompt, now)
+        self._learn(prompt, now, goes_on=True)
 
     def finished(
         self, prompt: OpenPrompt, finished: ev.Finished, decision: Decision | None, now: float
@@ -325,7 +326,8 @@ class PrefixKnowledge:
         assert doubted == self._doubted
         self.lower_tiers.check_invariants()
 
-    def _learn(self, prompt: OpenPrompt, now: float) -> None:
+    def _learn(self, prompt: OpenPrompt, now: float, *, goes_on: bool = False) -> None:
+        """Learn that a prompt is computed. `goes_on`: its request goes on from its end. Mutates."""
         record = self.instances.get(prompt.instance_id)
         if prompt.learned or record is None or not prompt.keys:
             return
@@ -339,8 +341,9 @@ class PrefixKnowledge:
         capacity = _capacity_keys(record)
         prompt.learned = self.computed_prompts.learn(prompt.instance_id, keys, capacity, counts=counts)
         if self.source(record, now) is PrefixSource.EVENTS:
-            if record.info.sparse_prefixes:
-                # Blocks at the front of the prompt may be evicted before its end is computed, so only events show the hits.
+            if record.info.sparse_prefixes and not goes_on:
+                # Blocks at the front of the prompt may be evicted before its end is computed, so only events show the hits of
+                # other requests. The request that goes on has one at its end.
                 return
             held = self.index.run_end(prompt.instance_id, keys, 0, len(keys))
             self.provisional.add(prompt.instance_id, keys[held:], now)
@@ -429,6 +432,11 @@ class PrefixKnowledge:
             ev.Resync(record.stream_id, instance_id, f"prediction audit failed: {reason}"),
         ]
         return [*effects, ev.EventsDistrusted(instance_id, reason)] if new else effects
+
+
+def _complete(prompts: Sequence[OpenPrompt], block_size: int) -> list[str]:
+    """Return the requests of which all whole blocks are computed."""
+    return [one.request_id for one in prompts if one.target_tokens - one.reached * KEY_TOKENS < block_size]
 
 
 def _capacity_keys(record: InstanceRecord) -> int:

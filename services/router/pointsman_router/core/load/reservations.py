@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from pointsman_router.core.kv_load import NO_LOAD, KvLoad
 from pointsman_router.core.placement_types import LISTED_PREFILLS, Phase
-from pointsman_router.core.prefill_curve import NO_PREFILLS, PrefillSums
+from pointsman_router.core.prefill_curve import NO_PREFILLS, PrefillSums, token_pairs
 from pointsman_router.core.turn import Turn
 
 
@@ -47,6 +47,11 @@ class Reservation(msgspec.Struct, frozen=True, gc=False):
         return self.sequence_tokens or self.input_tokens
 
     @property
+    def sequence_length(self) -> int:
+        """As PlacementRequest.sequence_length."""
+        return self.decode_tokens // self.sequences
+
+    @property
     def pending_tokens(self) -> int:
         """New tokens that are not computed yet; 0 after the first token."""
         return self.new_tokens - self.prefilled_tokens if self.phase is Phase.PREFILL else 0
@@ -54,8 +59,7 @@ class Reservation(msgspec.Struct, frozen=True, gc=False):
     @property
     def pending_pairs(self) -> int:
         """Pairs of a token that is not computed yet with each token it attends to, each pair counted twice (PrefillWork)."""
-        pending = self.pending_tokens
-        return pending * (2 * (self.cached_tokens + self.prefilled_tokens) + pending)
+        return token_pairs(self.pending_tokens, self.cached_tokens + self.prefilled_tokens, self.sequence_length)
 
     @property
     def remainder_tokens(self) -> int:
@@ -291,6 +295,8 @@ class Reservations:
             counters.add_pending(moved, 1)
             if moved.pending_tokens != reservation.pending_tokens:
                 self._follow_pending(moved, before=reservation.pending_tokens)
+                if not moved.pending_tokens:
+                    self._turn.freed[moved.pool] = None
         return self._open.get(request_id)
 
     def lease(self, request_id: str, until: float | None) -> Reservation:

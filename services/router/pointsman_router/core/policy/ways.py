@@ -55,10 +55,10 @@ class Ways:
     def __init__(
         self, request: PlacementRequest, view: FleetView, candidates: Sequence[Candidate], least_tokens: float
     ) -> None:
-        curves = view.curves
+        curves, length = view.curves, request.sequence_length
         self._candidates = candidates
         self.seconds = [
-            candidate.prefill_s(curves.get(candidate.prefill_backlog.hardware, DEFAULT_CURVE))
+            candidate.prefill_s(curves.get(candidate.prefill_backlog.hardware, DEFAULT_CURVE), length)
             for candidate in candidates
         ]
         self.fetches: dict[int, Way] = {}

@@ -39,7 +39,9 @@ def least_prefill_s(request: PlacementRequest, pool: str, view: FleetView, sampl
         least = min(
             least,
             SURE_SHARE
-            * view.curves[hardware].cost_s(request.input_tokens - candidate.present_tokens, candidate.present_tokens),
+            * view.curves[hardware].cost_s(
+                request.input_tokens - candidate.present_tokens, candidate.present_tokens, request.sequence_length
+            ),
         )
     return 0.0 if least == inf else least
 

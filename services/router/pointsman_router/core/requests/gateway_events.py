@@ -285,8 +285,9 @@ class GatewayEvents:
             # The model name belongs to another pool now, which another router may own.
             return self.held_requests.serve_there(state.request_id, now)
         self.prefix_knowledge.expire(now)
-        seen = self.views.view(rest, plan.pool, 0, now).find(reservation.instance_id)
-        if seen is None or seen.cached_tokens < plan.result.steps[-1].prefix_tokens:
+        there = reservation.instance_id
+        before, seen = plan.view.find(there), self.views.view(rest, plan.pool, 0, now, only=there).find(there)
+        if before is None or seen is None or seen.cached_tokens <= before.cached_tokens:
             # What was computed is not known to be cached there. Without this, the same slice would be placed again and again.
             rest = replace(rest, sliceable_tokens=0)
         return self.held_requests.place(rest, reservation.gateway_id, now, plan.decision_id)

@@ -91,9 +91,10 @@ class LifeEvidence:
             self._judged(record, changed=changed)
 
     def tick(self, now: float) -> None:
-        """Put the instances out of which a first byte is overdue. O(instances). Mutates."""
+        """Put the instances out of which a first byte is overdue, unless their engines generate: answers that are not streamed
+        may take that long. O(instances). Mutates."""
         for record in self._instances.unordered():
-            if record.life.overdue(now):
+            if record.life.overdue(now) and not record.generates(STALLED_S, now):
                 self._judged(record, changed=record.life.silent(now, self._settings))
 
     def _judged(self, record: InstanceRecord, *, changed: bool) -> None:

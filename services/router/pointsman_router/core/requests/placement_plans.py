@@ -100,9 +100,8 @@ class PlacementPlans:
             # An engine refuses what its context does not hold. One such estimate of millions of tokens would outweigh hundreds
             # of requests in the mean.
             fits = first.traits is UNSET or first.traits.holds(request.context_tokens, 0)
-            if fits and (
-                mean_work := self._prefill_observer.count_request(decision.pool, new, request.input_tokens - new)
-            ):
+            cached, length = request.input_tokens - new, request.sequence_length
+            if fits and (mean_work := self._prefill_observer.count_request(decision.pool, new, cached, length)):
                 effects.append(ev.MeanWorkSet(mean_work, decision.pool))
         effects += self._reserve(decision, index, first, gateway_id, lease_until, request.keys, now)
         self._requests.count(decision, new, request.keys, now)
@@ -164,7 +163,9 @@ class PlacementPlans:
         state = self._requests.placed(event.request_id)
         if state is None or state.stage is not Stage.PREFILLING:
             return []
-        moved = self._requests.first_token(state, now)
+        # Of an answer that is not streamed it is told only if others refused the request, when the answer has come.
+        streamed = state.decision is not None and state.decision.request.streamed
+        moved = self._requests.first_token(state, now, with_answer=bool(event.refused_by) and not streamed)
         self._evidence.began(moved, now)
         for refusing in event.refused_by:
             self._evidence.blamed(refusing, now)

@@ -199,7 +199,8 @@ class RequestTable:
             self._prefix_knowledge.closed(state.prompt)
         self._put(state, reservation, now)
         record = self._instances.get(reservation.instance_id)
-        self._prefill_observer.opened(reservation, record.info if record else None, now)
+        whole = bool(output_s)
+        self._prefill_observer.opened(reservation, record.info if record else None, now, whole=whole)
         if record is not None and output_s is not None and reservation.new_tokens:
             self._wait(record, reservation, output_s, now)
         state.prompt = self._prefix_knowledge.opened(reservation, keys, tokens, now)
@@ -259,10 +260,10 @@ class RequestTable:
         state = self._open[request_id]
         state.reservation = self._reservations.prefilled(request_id, tokens)
 
-    def first_token(self, state: RequestState, now: float) -> Reservation:
-        """Record a request's first token; return the changed reservation. Mutates."""
+    def first_token(self, state: RequestState, now: float, *, with_answer: bool) -> Reservation:
+        """Record a request's first token; return the changed reservation. `with_answer`: as in PrefillObserver.done. Mutates."""
         state.require(FIRST_TOKEN)
-        reservation, prompt = self._prefilled(state, now)
+        reservation, prompt = self._prefilled(state, now, with_answer=with_answer)
         self._prefix_knowledge.first_token(prompt, now)
         state.happened(FIRST_TOKEN, now)
         moved = state.reservation = self._reservations.first_token(reservation.request_id, now)
@@ -421,7 +422,8 @@ class RequestTable:
         counters = self._reservations.counters(reservation.instance_id)
         curve, learned = self._prefill_observer.prediction(reservation.pool, record.info.hardware)
         factor, load = 1.0 if learned else UNLEARNED_FACTOR, reservation.kv_load
-        alone_s = factor * curve.cost_s(reservation.new_tokens - load.price_tokens, reservation.cached_tokens)
+        new = reservation.new_tokens - load.price_tokens
+        alone_s = factor * curve.cost_s(new, reservation.cached_tokens, reservation.sequence_length)
         if counters.pending_prefills > 1:
             backlog = PrefillSums(counters.pending_prefills, counters.pending_prefill_tokens, counters.pending_pairs)
             behind_s = max(factor * curve.sums_s(backlog), alone_s)
@@ -437,7 +439,9 @@ class RequestTable:
         if (record := self._instances.get(reservation.instance_id)) is not None:
             record.life.gone(reservation.request_id)
 
-    def _prefilled(self, state: RequestState, now: float) -> tuple[Reservation, OpenPrompt]:
+    def _prefilled(
+        self, state: RequestState, now: float, *, with_answer: bool = False
+    ) -> tuple[Reservation, OpenPrompt]:
         """Report the end of a prefill to the observer; return the request's reservation, unchanged, and its prompt."""
         reservation, prompt = state.reservation, state.prompt
         assert reservation is not None
@@ -445,5 +449,6 @@ class RequestTable:
         record = self._instances.get(reservation.instance_id)
         # An answer to several prompts begins when the first of them is computed.
         doubtful = prompt.evicted or reservation.sequences > 1
-        self._prefill_observer.done(reservation, record.info if record else None, now, doubtful=doubtful)
+        info = record.info if record else None
+        self._prefill_observer.done(reservation, info, now, doubtful=doubtful, with_answer=with_answer)
         return reservation, prompt
