@@ -49,7 +49,8 @@ WELL: dict[str, str] = {
     P + 'router_held_requests{replica="r0",model="m"}': "3",
     P + 'router_admission_armed{replica="r0",model="m"}': "0",
     P + 'router_waiting_requests{replica="r0",instance="a"}': "2",
-    P + 'router_open_requests{replica="r0",instance="a"}': "40",
+    P + 'router_open_requests{replica="r0",instance="a"}': "640",
+    P + 'router_reservations{replica="r0"}': "40",
     P + 'router_decide_seconds_bucket{replica="r0",le="0.001"}': "0+30",
     P + 'router_decide_seconds_bucket{replica="r0",le="0.05"}': "0+30",
     P + 'router_decide_seconds_bucket{replica="r0",le="+Inf"}': "0+30",
@@ -115,7 +116,7 @@ ILL: dict[str, dict[str, str]] = {
     "PointsmanPlacementSlow": {'decide_seconds_bucket{replica="r0",le="0.001"}': "0+20"},
     "PointsmanOffloadsFail": {"offload_fallbacks": "0x100 0+1x20"},
     "PointsmanKvReleasesFail": {'outcome="failed"': "0+1"},
-    "PointsmanReservationsLeak": {"router_open_requests": "90"},
+    "PointsmanReservationsLeak": {"router_reservations": "90"},
     "PointsmanLogLinesLost": {"router_lost_lines": "2x118 3x2"},
 }
 

@@ -84,6 +84,16 @@ def test_the_state_is_reported_as_it_is_when_asked() -> None:
     assert (at(samples, "ready"), at(samples, "store_degraded")) == (1, 0)
 
 
+def test_a_request_with_many_answers_is_one_reservation() -> None:
+    fleet = state()
+    telemetry = with_state(fleet)
+    join(fleet, "a", 1)
+    assert at(read(telemetry), "reservations") == 0
+    fleet.handle(ev.PlaceRequested(request("r", 100, sequences=16), "g"), 0.0)
+    samples = read(telemetry)
+    assert (at(samples, "open_requests", instance="a"), at(samples, "reservations")) == (16, 1)
+
+
 async def test_a_large_fleet_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = state()
     for number in range(3 * PIECE):

@@ -64,6 +64,11 @@ class StateCollector(Collector):
         yield GaugeMetricFamily(
             f"{NAME}sessions", "Sessions with an owner, of the pools that this replica owns", len(self._state.affinity)
         )
+        yield GaugeMetricFamily(
+            f"{NAME}reservations",
+            "Open requests, each once, of the pools that this replica owns",
+            len(self._state.reservations),
+        )
         yield CounterMetricFamily(
             f"{NAME}sessions_ended",
             "Sessions with an owner that their clients have ended",
