@@ -264,6 +264,31 @@ async def test_a_gateways_token_may_look_and_an_operators_may_act() -> None:
         assert shown.wrongs == []
 
 
+async def one_answers(route: Route) -> None:
+    """Answer with the fleet, of which all instances but the first only produce KV."""
+    answer = await (await route.fetch()).json()
+    for status in answer["instances"][1:]:
+        status["instance"]["kvTransfer"] = {"protocol": "KV_PROTOCOL_NIXL", "role": "KV_ROLE_PRODUCER"}
+    await route.fulfill(json=answer)
+
+
+async def test_the_last_instance_that_answers_is_not_taken_out_without_a_warning() -> None:
+    async with browser() as shown:
+        page = shown.page
+        await page.route("**/api/ListInstances", one_answers)
+        for instance, warnings in (("10.0.0.0:8000", 1), ("10.0.0.1:8000", 0)):
+            await shown.open(f"fleet/{instance}")
+            await expect(page.get_by_role("heading", level=1)).to_contain_text(instance)
+            for order in ("Drain", "Cordon"):
+                await page.get_by_role("button", name=order).click()
+                dialog = page.get_by_role("dialog")
+                await expect(dialog).to_contain_text(f"{order} {instance}?")
+                await expect(dialog.get_by_text("No other instance of m can answer")).to_have_count(warnings)
+                await page.keyboard.press("Escape")
+                await expect(dialog).to_have_count(0)
+        assert shown.wrongs == []
+
+
 async def test_an_engine_that_never_answered_is_counted_and_named() -> None:
     async with browser() as shown:
         router, page = shown.server.router, shown.page
