@@ -79,7 +79,7 @@ REQUESTS = [
     Panel("Time held by priority, p90", quantiles(f"{R}held_seconds", "priority"), "s", "Of requests that were held."),
     Panel(
         "Open requests",
-        {f"sum({R}open_requests)": "reserved by routers", f"sum({G}open_requests)": "open at gateways"},
+        {f"sum({R}reservations)": "reserved by routers", f"sum({G}open_requests)": "open at gateways"},
         about="The two should be equal; a lasting excess of reservations is a leak.",
     ),
     Panel(
@@ -107,7 +107,7 @@ REQUESTS = [
 
 FLEET = [
     Panel("Instances by state", {f"sum by (state) (max by (model, state) ({R}instances))": "{{state}}"}, stacked=True),
-    Panel("Open reservations", {f"sum by (instance) ({R}open_requests)": "{{instance}}"}),
+    Panel("Open sequences", {f"sum by (instance) ({R}open_requests)": "{{instance}}"}),
     Panel("Prefill backlog", {f"sum by (instance) ({R}pending_prefill_tokens)": "{{instance}}"}, about="Tokens."),
     Panel("Running requests (engines)", {f"max by (instance) ({R}running_requests)": "{{instance}}"}),
     Panel("Waiting requests (engines)", {f"max by (instance) ({R}waiting_requests)": "{{instance}}"}),

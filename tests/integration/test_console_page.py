@@ -8,8 +8,10 @@ import time
 import pytest
 from playwright.async_api import Route, expect
 
+from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.absent_engines import AbsentEngine
 from pointsman_router.core.instances.instance_orders import OrderChange
+from pointsman_router.core.placement_types import PlacementRequest
 from pointsman_router.core.policy.reasons import REASONS, ROUTE_CLASSES, explained
 from pointsman_router.core.policy.registry import DEFAULT_POLICY
 from tests.support.console_page import CONTRAST, EVIL, browser
@@ -264,6 +266,31 @@ async def test_a_gateways_token_may_look_and_an_operators_may_act() -> None:
         assert shown.wrongs == []
 
 
+async def one_answers(route: Route) -> None:
+    """Answer with the fleet, of which all instances but the first only produce KV."""
+    answer = await (await route.fetch()).json()
+    for status in answer["instances"][1:]:
+        status["instance"]["kvTransfer"] = {"protocol": "KV_PROTOCOL_NIXL", "role": "KV_ROLE_PRODUCER"}
+    await route.fulfill(json=answer)
+
+
+async def test_the_last_instance_that_answers_is_not_taken_out_without_a_warning() -> None:
+    async with browser() as shown:
+        page = shown.page
+        await page.route("**/api/ListInstances", one_answers)
+        for instance, warnings in (("10.0.0.0:8000", 1), ("10.0.0.1:8000", 0)):
+            await shown.open(f"fleet/{instance}")
+            await expect(page.get_by_role("heading", level=1)).to_contain_text(instance)
+            for order in ("Drain", "Cordon"):
+                await page.get_by_role("button", name=order).click()
+                dialog = page.get_by_role("dialog")
+                await expect(dialog).to_contain_text(f"{order} {instance}?")
+                await expect(dialog.get_by_text("No other instance of m can answer")).to_have_count(warnings)
+                await page.keyboard.press("Escape")
+                await expect(dialog).to_have_count(0)
+        assert shown.wrongs == []
+
+
 async def test_an_engine_that_never_answered_is_counted_and_named() -> None:
     async with browser() as shown:
         router, page = shown.server.router, shown.page
@@ -389,6 +416,32 @@ async def test_a_page_says_what_only_another_router_knows() -> None:
             await shown.open(f"decisions/{gone}")
             await expect(shown.page.get_by_role("heading", name=f"Decision {gone}")).to_be_visible()
             await expect(shown.page.get_by_text("It is not in this router's log")).to_be_visible()
+
+
+async def test_what_happened_while_the_stream_was_broken_is_shown_in_order() -> None:
+    async with browser() as shown:
+        router, console, rows = shown.server.router, shown.server.console, shown.page.locator("tbody tr")
+        assert console is not None
+        await shown.open("decisions")
+        ended = rows.filter(has_text=EVIL)
+        await expect(ended.get_by_text("open", exact=True)).to_be_visible()
+
+        def break_streams() -> None:
+            for stream in list(console._streams):
+                stream.cancel()
+
+        # What follows in the same turn of the event loop is sent over no stream.
+        break_streams()
+        router.submit(ev.Finished(f"request-of-{EVIL}", "OK"))
+        await expect(ended.get_by_text("ok", exact=True)).to_be_visible()
+        break_streams()
+        # More than the page asks for: what it had is not among them.
+        for number in range(250):
+            router.submit(ev.PlaceRequested(PlacementRequest(f"r{number}", "m", 100, session_id=f"later-{number}"), ""))
+            router.submit(ev.Finished(f"r{number}", "OK"))
+        await expect(rows.filter(has_text="later-249")).to_be_visible()
+        await expect(rows.first).to_contain_text("later-249")
+        assert router.decisions.watched
 
 
 async def test_what_is_old_looks_old_when_the_router_is_gone() -> None:

@@ -123,6 +123,27 @@ async def test_sessions_are_listed_with_what_the_log_tells_of_their_turns() -> N
         await eventually(counted, "the ends of five requests")
 
 
+async def test_a_request_that_outlives_the_log_counts_in_metrics_and_history() -> None:
+    async with running(policy="sticky", decision_log_size=1) as (server, client):
+        await Report(client).join("a")
+        gateway = Session(client)
+        await gateway.hello()
+        for number in range(2):
+            await gateway.place(f"r{number}", tokens=160)
+        for number in range(2):
+            timings = placement_pb2.Timings(first_token_ms=250.0)
+            await gateway.finish(f"r{number}", cached_tokens=32, timings=timings)
+        value = server.router.telemetry.registry.get_sample_value
+
+        async def both_ended() -> bool:
+            return value("pointsman_router_outcomes_total", {"outcome": "OK"}) == 2
+
+        await eventually(both_ended, "the ends of two requests")
+        assert value("pointsman_router_ttft_seconds_count", {"route_class": "LIGHT"}) == 2
+        assert value("pointsman_router_reported_cached_tokens_total") == 64
+        assert server.router.history.total._reported == 64
+
+
 async def test_decisions_are_summed_up_by_how_they_ended() -> None:
     async with running() as (_, client):
         await Report(client).join("a")

@@ -299,7 +299,7 @@ async def test_by_command() -> None:
             return out.decode()
 
         alone = (
-            "warning: no instance of m is ready now: new requests for it may get 503, until one is or until you run "
+            "warning: no instance of m can answer now: new requests for it may get 503, until one can or until you run "
         )
         assert await pointsman("cordon", "a", "--reason", "a new disk") == (
             f"a is CORDONED, 0 requests open (cordoned: a new disk)\n{alone}`pointsman uncordon a`\n"

@@ -112,7 +112,7 @@ async def test_an_instance_is_empty_only_if_the_owner_says_so(tmp_path: Path) ->
         said = await routers.ask("drain", "a", "--move", "--wait", "0.6", status=1)
         now, warning = said.splitlines()
         assert now == "a is DRAINING, 1 requests open"
-        assert warning.startswith("warning: no instance of m is ready now")
+        assert warning.startswith("warning: no instance of m can answer now")
         assert warning.endswith("until you run `pointsman drain a --resume`")
         await session.finish("p1")
         assert "0 requests open" in await routers.ask("drain", "a", "--move", "--wait", "30")

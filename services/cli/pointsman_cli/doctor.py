@@ -30,7 +30,7 @@ from pointsman_cli.doctor_findings import (
 from pointsman_cli.doctor_gateways import known_gateways, named_gateway
 from pointsman_cli.doctor_kv import answers, transfers
 from pointsman_cli.doctor_redis import RedisUrls, redis_findings
-from pointsman_cli.instance_commands import engine_count, order_words, orders_of, state_words, suspension
+from pointsman_cli.instance_commands import answering_of, engine_count, order_words, orders_of, state_words, suspension
 from pointsman_cli.router_call import ask, dial, sentence
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_common.core.vllm_versions import standing
@@ -48,6 +48,8 @@ MAX_ABSENT = 20
 LONG_CORDONED_S = 86_400.0
 # States in which an instance can get requests.
 PLACEABLE = (fleet_pb2.INSTANCE_STATE_SYNCING, fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_LOST)
+# States that an operator's order has made.
+ORDERED = (fleet_pb2.INSTANCE_STATE_CORDONED, fleet_pb2.INSTANCE_STATE_DRAINING)
 # How an engine is started with KV events.
 KV_EVENTS_FLAGS = (
     "--kv-events-config "
@@ -213,29 +215,27 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> I
 
 
 def placeability(model: str, pool: Sequence[fleet_pb2.InstanceStatus]) -> Iterator[Finding]:
-    """Yield how many instances of a model can get requests."""
-    placeable = sum(status.state in PLACEABLE and not status.circuit_open for status in pool)
+    """Yield how many instances of a model can get requests to answer."""
+    answering = answering_of(pool)
+    beside = f", beside {others} that only produce KV" if (others := len(pool) - len(answering)) else ""
+    placeable = sum(status.state in PLACEABLE and not status.circuit_open for status in answering)
     if placeable:
-        yield Finding(Finding.OK, f"model {model}", f"{placeable} of {len(pool)} instances placeable")
+        found = f"{placeable} of {len(answering)} instances placeable{beside}"
+        yield Finding(Finding.OK, f"model {model}", found)
         return
-    counts = Counter(state_words(status) + ", out" * status.circuit_open for status in pool)
-    states = ", ".join(f"{count} {words}" for words, count in sorted(counts.items()))
+    counts = Counter(state_words(status) + ", out" * status.circuit_open for status in answering)
+    states = ", ".join(f"{count} {words}" for words, count in sorted(counts.items())) + beside
     # What an operator has not ruled out, and is not asleep, gets requests if there is nothing better.
-    asked = [status for status in pool if status.state in (*PLACEABLE, fleet_pb2.INSTANCE_STATE_UNHEALTHY)]
+    asked = [status for status in answering if status.state in (*PLACEABLE, fleet_pb2.INSTANCE_STATE_UNHEALTHY)]
     if asked:
         mute = all(status.life.out_cause in ANSWERS_NOTHING for status in asked)
         what = "each is tried by one request at a time, the others get 503"
         found = f"none healthy: {states}; {what if mute else 'requests are placed on them all the same'}"
         yield Finding(Finding.FAIL, f"model {model}", found, "see the findings of each instance below")
         return
-    ordered = [
-        status
-        for status in pool
-        if status.state in (fleet_pb2.INSTANCE_STATE_CORDONED, fleet_pb2.INSTANCE_STATE_DRAINING)
-    ]
     advice = (
         "place on one again: pointsman uncordon INSTANCE, pointsman drain INSTANCE --resume"
-        if ordered
+        if any(status.state in ORDERED for status in answering)
         else "see the findings of each instance below"
     )
     yield Finding(Finding.FAIL, f"model {model}", f"none placeable: {states}", advice)
@@ -320,10 +320,14 @@ def instance_finding(status: fleet_pb2.InstanceStatus) -> Finding:
     name, ordered, age = status.instance.instance_id, order_words(status), status.report_age.ToMilliseconds() / 1e3
     remarks = ", ".join(filter(None, (suspension(status), ordered)))
     state = state_words(status) + (f" ({remarks})" if remarks else "")
-    if status.state == fleet_pb2.INSTANCE_STATE_CORDONED:
+    if status.state in ORDERED:
+        undo = ""
+        if status.state == fleet_pb2.INSTANCE_STATE_DRAINING:
+            undo = f"the drain ends with its engine's restart, or: pointsman drain {name} --resume"
         if status.underlying_state in (*PLACEABLE, fleet_pb2.INSTANCE_STATE_UNSPECIFIED):
-            return Finding(Finding.OK, name, state)
-        return Finding(Finding.WARN, name, state, "see the agent's and the engine's logs before you uncordon it")
+            return Finding(Finding.OK, name, state, undo)
+        logs = "see the agent's and the engine's logs before you place on it again"
+        return Finding(Finding.WARN, name, state, "; ".join(filter(None, (logs, undo))))
     if status.state == fleet_pb2.INSTANCE_STATE_SUSPENDED:
         advice = "no requests are placed on it until its engine is woken up (POST /wake_up) or resumed (POST /resume)"
         return Finding(Finding.WARN, name, state, advice)

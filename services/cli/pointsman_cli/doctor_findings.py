@@ -67,6 +67,8 @@ def reason_of_request(error: OSError) -> str:
         return "it does not answer in time"
     if isinstance(cause, socket.gaierror):
         return "its host name is unknown"
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: set POINTSMAN_TLS_CA ({cause.verify_message})"
     return str(cause)
 
 

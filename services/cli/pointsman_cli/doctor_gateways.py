@@ -30,7 +30,7 @@ class Unanswered(Exception):
 def named_gateway(url: str) -> Iterator[Finding]:
     """Yield findings about the gateway with the base URL `url`, which must answer."""
     try:
-        yield from _health(url, "gateway", _trusted())
+        yield from _health(url, "gateway", gateway_context())
     except Unanswered as why:
         yield Finding(Finding.FAIL, "gateway", f"{url}: {why}", "check that it runs")
 
@@ -59,7 +59,7 @@ def known_gateways(router: str, replicas: fleet_pb2.ListReplicasResponse | None)
         found = f"{asked.gateways} with a session with {asked.router_id}, not checked: {why}"
         yield from _local_gateway(Finding(Finding.WARN, "gateways", found, NAME_ONE))
         return
-    trusted = _trusted()
+    trusted = gateway_context()
     # No certificate is for the address at which the router sees a gateway, and nothing secret is sent.
     trusted.check_hostname = False
     with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
@@ -104,16 +104,19 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _trusted() -> ssl.SSLContext:
-    """Return a context that trusts the authorities of POINTSMAN_TLS_CA, or else the system's."""
+def gateway_context() -> ssl.SSLContext:
+    """Return a context that trusts the system's authorities, of which a public gateway's certificate is, and those of
+    POINTSMAN_TLS_CA. Raises OSError and ValueError if the file cannot be used."""
     ca = TlsSettings().ca
-    return ssl.create_default_context() if ca is None else client_context(ca)
+    context = ssl.create_default_context() if ca is None else client_context(ca)
+    context.load_default_certs()
+    return context
 
 
 def _local_gateway(otherwise: Finding) -> Iterator[Finding]:
     """Yield findings about the gateway at GATEWAY, or `otherwise` if none answers there."""
     try:
-        yield from _health(GATEWAY, "gateway", _trusted())
+        yield from _health(GATEWAY, "gateway", gateway_context())
     except Unanswered:
         yield otherwise
 

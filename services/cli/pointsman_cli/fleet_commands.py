@@ -29,7 +29,7 @@ from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_cli.all_routers import instances_of, newest_decisions, of_its_router, pool_policies, warn
 from pointsman_cli.doctor import examine
 from pointsman_cli.doctor_findings import EngineAccess, Finding, json_object, reason_of_request
-from pointsman_cli.doctor_gateways import GATEWAY
+from pointsman_cli.doctor_gateways import GATEWAY, gateway_context
 from pointsman_cli.doctor_redis import RedisUrls
 from pointsman_cli.installed_policies import installed_policies
 from pointsman_cli.instance_commands import (
@@ -521,7 +521,11 @@ def _http(url: str, body: bytes | None = None, headers: dict[str, str] | None = 
     if key := key_of(API_KEY, os.environ.get(API_KEY, "")):
         request.add_header("Authorization", f"Bearer {key}")
     try:
-        with open_directly(request, TIMEOUT_S) as answer:
+        tls = gateway_context()
+    except (OSError, ValueError) as error:
+        fail(f"POINTSMAN_TLS_CA: {error}", UNUSABLE)
+    try:
+        with open_directly(request, TIMEOUT_S, tls) as answer:
             return json_object(answer)
     except urllib.error.HTTPError as error:
         fail(f"{url} answered {error.code}: {error.read(1_000).decode(errors='replace')}")

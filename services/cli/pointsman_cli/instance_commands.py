@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import grpc
 import typer
 
+from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from pointsman_cli.all_routers import at_owner, instance_at, routers_of
 from pointsman_cli.router_call import DEFAULT_ROUTER, call, credentials, dial, no_answer, router_of, seconds_of
@@ -139,6 +141,12 @@ def state_words(status: fleet_pb2.InstanceStatus) -> str:
     return ", ".join(fleet_pb2.InstanceState.Name(state).removeprefix("INSTANCE_STATE_") for state in shown)
 
 
+def answering_of(pool: Sequence[fleet_pb2.InstanceStatus]) -> list[fleet_pb2.InstanceStatus]:
+    """Return the instances of a pool that answer requests: those that only produce KV do so where the pool has no others."""
+    others = [status for status in pool if status.instance.kv_transfer.role != agent_pb2.KV_ROLE_PRODUCER]
+    return others or list(pool)
+
+
 def suspension(status: fleet_pb2.InstanceStatus) -> str:
     """Return why an instance's engine computes nothing: "asleep: ..."; "" unless the instance is suspended."""
     suspended = fleet_pb2.INSTANCE_STATE_SUSPENDED in (status.state, status.underlying_state)
@@ -193,16 +201,17 @@ def _order(router: str, instance_id: str, reason: str | None, **changes: Any) ->
 
 
 def _warn_if_last(router: str, status: fleet_pb2.InstanceStatus, remedy: str) -> None:
-    """Warn on stderr if no instance of the pool of `status`, which takes nothing new from now on, is ready."""
+    """Warn on stderr if no instance that answers requests of the pool of `status`, which takes nothing new from now on, is
+    ready."""
     model = status.instance.model
     listed = whole(
         lambda request: call(router, lambda fleet: fleet.ListInstances, request, TIMEOUT_S),
         fleet_pb2.ListInstancesRequest(model=model),
         "instances",
     )
-    if not any(other.state in _TAKES_REQUESTS for other in listed.instances):
+    if not any(other.state in _TAKES_REQUESTS for other in answering_of(listed.instances)):
         typer.echo(
-            f"warning: no instance of {model} is ready now: new requests for it may get 503, until one is or until you run "
+            f"warning: no instance of {model} can answer now: new requests for it may get 503, until one can or until you run "
             f"`{remedy}`",
             err=True,
         )

@@ -12,7 +12,7 @@ import redis
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2
-from pointsman_cli import doctor, doctor_kv
+from pointsman_cli import doctor, doctor_kv, instance_commands
 from pointsman_cli.doctor import (
     contradicted_finding,
     forgotten_orders,
@@ -312,6 +312,44 @@ def test_a_model_of_which_no_instance_is_healthy_fails_and_gets_requests() -> No
     assert finding.found == "none healthy: 1 READY, out; each is tried by one request at a time, the others get 503"
     [finding] = placeability("m", [out, status("READY")])
     assert (finding.level, finding.found) == (Finding.OK, "1 of 2 instances placeable")
+
+
+def test_instances_that_only_produce_kv_are_placeable_where_there_are_no_others() -> None:
+    kv = agent_pb2.KvTransfer(protocol=agent_pb2.KV_PROTOCOL_NIXL, role=agent_pb2.KV_ROLE_PRODUCER)
+    producers = [status("READY", instance=agent_pb2.Instance(kv_transfer=kv)) for _ in range(2)]
+    [finding] = placeability("m", producers)
+    assert (finding.level, finding.found) == (Finding.OK, "2 of 2 instances placeable")
+    [finding] = placeability("m", [*producers, status("READY")])
+    assert (finding.level, finding.found) == (Finding.OK, "1 of 1 instances placeable, beside 2 that only produce KV")
+    [finding] = placeability("m", [*producers, status("CORDONED")])
+    assert (finding.level, finding.found) == (
+        Finding.FAIL,
+        "none placeable: 1 CORDONED, beside 2 that only produce KV",
+    )
+    [finding] = placeability("m", [*producers, status("UNHEALTHY", "UNHEALTHY")])
+    assert finding.found.startswith("none healthy: 1 UNHEALTHY, beside 2 that only produce KV; ")
+
+
+def test_the_last_instance_that_answers_is_not_taken_out_without_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kv = agent_pb2.KvTransfer(protocol=agent_pb2.KV_PROTOCOL_NIXL, role=agent_pb2.KV_ROLE_PRODUCER)
+    producer = status("READY", instance=agent_pb2.Instance(model="m", kv_transfer=kv))
+    drained, ready = status("DRAINING", instance=agent_pb2.Instance(model="m")), status("READY")
+    for pool, warned in (([producer, drained], True), ([producer, drained, ready], False), ([producer], False)):
+        listed = fleet_pb2.ListInstancesResponse(instances=pool)
+        monkeypatch.setattr(instance_commands, "whole", lambda *_, listed=listed: listed)
+        instance_commands._warn_if_last("router:50051", drained, "pointsman drain c --resume")
+        assert ("no instance of m can answer now" in capsys.readouterr().err) is warned
+
+
+def test_a_drain_is_no_fault_of_the_engine() -> None:
+    drained = instance_finding(status("DRAINING"))
+    assert (drained.level, drained.found) == (Finding.OK, "DRAINING")
+    assert drained.advice.startswith("the drain ends with its engine's restart, or: pointsman drain")
+    dead = instance_finding(status("DRAINING", "UNHEALTHY", instance=agent_pb2.Instance(instance_id="a")))
+    assert (dead.level, dead.found) == (Finding.WARN, "DRAINING, UNHEALTHY")
+    assert "pointsman drain a --resume" in dead.advice
 
 
 def test_a_cordon_does_not_hide_that_the_engine_is_away() -> None:

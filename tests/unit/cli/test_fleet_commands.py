@@ -15,6 +15,8 @@ from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_cli import all_routers, fleet_commands, router_call
 from pointsman_cli.doctor_findings import EngineAccess, Finding
 from pointsman_common.io.auth import bearer
+from pointsman_common.io.tls import server_context
+from tests.support.certificates import Authority
 from tests.support.pages import serving
 
 COMMANDS = (
@@ -239,6 +241,21 @@ def dry_run(*flags: str) -> Result:
 def prompt(tmp_path: Path) -> str:
     (tmp_path / "prompt").write_text("hello")
     return str(tmp_path / "prompt")
+
+
+def test_a_dry_run_trusts_the_fleets_authority(prompt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority = Authority(tmp_path / "authority")
+    signed = authority.sign("gateway")
+    body = b'{"decision": {"decisionId": "dry-run"}}'
+    with serving(lambda _: (200, body), server_context(signed.cert, signed.key, None)) as url:
+        said = dry_run("--prompt", prompt, "--model", "m", "--gateway", url).output
+        assert f"{url}/v1/completions: its certificate is not trusted: set POINTSMAN_TLS_CA (" in said
+        monkeypatch.setenv("POINTSMAN_TLS_CA", str(authority.ca))
+        assert fleet_commands._dry_run(url, Path(prompt), "m", "").decision_id == "dry-run"
+        monkeypatch.setenv("POINTSMAN_TLS_CA", prompt)
+        unusable = dry_run("--prompt", prompt, "--model", "m", "--gateway", url)
+    assert unusable.exit_code == 2
+    assert "no certificates in PEM" in unusable.output
 
 
 @pytest.mark.parametrize("gateway", ["http://[::1", "host:port", "ftp://host:1", "two words:1", "http://"])

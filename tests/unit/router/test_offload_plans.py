@@ -133,7 +133,12 @@ def test_after_a_failed_prefill_the_target_serves_the_whole_request() -> None:
     second = next_step(router, effects)
     assert second.step == Step(StepKind.SERVE, "b", "colocated_after_failure")
     assert (second.step_index, second.last) == (1, True)
-    assert ev.DecisionNoted(second.decision.decision_id, "prefill_failed: deadline") in effects
+    [noted] = [effect for effect in effects if isinstance(effect, ev.DecisionNoted)]
+    assert (noted.decision.decision_id, noted.decision.mode, noted.note) == (
+        second.decision.decision_id,
+        "OFFLOAD",
+        "prefill_failed: deadline",
+    )
     assert second.decision.notes[-1] == "prefill_failed: deadline"
     # Nothing came from elsewhere: the target has to compute what it has not cached.
     assert router.reservations.counters("b").pending_prefill_tokens == 2_000

@@ -78,7 +78,11 @@ def test_counters_follow_a_request_through_its_life() -> None:
         counters = router.reservations.counters("a")
         assert (counters.num_requests, counters.pending_prefill_tokens, counters.ongoing_decode_tokens) == (1, 0, 200)
     effects = router.handle(ev.Finished("r", "OK"), 2.0)
-    assert [type(effect) for effect in effects] == [ev.Released, ev.DecisionClosed]
+    [released, closed] = effects
+    assert isinstance(released, ev.Released)
+    assert isinstance(closed, ev.DecisionClosed)
+    assert closed.decision is not None, "no log need have it any more"
+    assert (closed.decision.decision_id, closed.decision.route_class) == (closed.decision_id, "LIGHT")
     assert router.handle(ev.Finished("r", "OK"), 2.0) == []
     assert router.reservations.counters("a").num_requests == 0
     router.check_invariants()

@@ -107,8 +107,11 @@ def test_a_prompt_is_computed_part_by_part_and_then_served(engine: dict[str, Any
     assert (answer.step.kind, answer.last, answer.step_index) == (StepKind.SERVE, True, len(prefixes))
     assert {step.instance_id for step in answer.decision.result.steps} == {where}
     made.handle(ev.FirstToken("r"), 5.0)
-    closed = made.handle(ev.Finished("r", "OK", cached_tokens=1_024), 6.0)
-    assert ev.DecisionClosed(answer.decision.decision_id, ev.Finished("r", "OK", cached_tokens=1_024)) in closed
+    finished = ev.Finished("r", "OK", cached_tokens=1_024)
+    [closed] = [effect for effect in made.handle(finished, 6.0) if isinstance(effect, ev.DecisionClosed)]
+    assert closed.decision is not None
+    assert (closed.decision_id, closed.finished) == (answer.decision.decision_id, finished)
+    assert (closed.decision.decision_id, closed.decision.result) == (closed.decision_id, answer.decision.result)
     made.check_invariants()
     assert len(made.reservations) == 0
 

@@ -12,16 +12,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from pointsman_common.core.engine_identity import EngineIdentity
 from pointsman_common.io.metrics_page import PIECE, pieces
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.gone_pools import KEPT_S
 from pointsman_router.core.instances.instance_orders import InstanceOrder
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.load.reservations import Counters
-from pointsman_router.core.placement_types import Decision, KvTransfer, Load, WrongKv
+from pointsman_router.core.placement_types import Decision, KvRole, KvTransfer, Load, WrongKv
 from pointsman_router.core.prefill_curve import DEFAULT_CURVE
 from pointsman_router.core.priority import Priority
 from pointsman_router.core.router_state import RouterState
 from pointsman_router.io.telemetry.event_metrics import EventMetrics
 from pointsman_router.io.telemetry.state_metrics import StateCollector
-from tests.support.router_values import join, request, state
+from tests.support.router_values import join, place, request, state
 
 Told = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -82,6 +83,16 @@ def test_the_state_is_reported_as_it_is_when_asked() -> None:
     assert at(samples, "unknown_load_figures", instance="a") == 0
     assert at(samples, "prediction_audit_failures_total", instance="a") == 0
     assert (at(samples, "ready"), at(samples, "store_degraded")) == (1, 0)
+
+
+def test_a_request_with_many_answers_is_one_reservation() -> None:
+    fleet = state()
+    telemetry = with_state(fleet)
+    join(fleet, "a", 1)
+    assert at(read(telemetry), "reservations") == 0
+    fleet.handle(ev.PlaceRequested(request("r", 100, sequences=16), "g"), 0.0)
+    samples = read(telemetry)
+    assert (at(samples, "open_requests", instance="a"), at(samples, "reservations")) == (16, 1)
 
 
 async def test_a_large_fleet_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,14 +171,35 @@ def test_an_instance_that_is_gone_leaves_no_series() -> None:
     assert at(read(telemetry), "placements_total", instance="a") == 1
 
 
-def test_a_pool_that_is_gone_leaves_no_series() -> None:
+def test_a_pool_that_is_gone_has_no_instances_for_a_while_and_then_no_series() -> None:
     fleet = state()
     telemetry = with_state(fleet)
     join(fleet, "a", 1)
     telemetry.decided(decided(fleet, "r"), 2e-4)
-    assert [name for name, labels in read(telemetry) if ("model", "m") in labels]
+    assert at(read(telemetry), "answering_instances", model="m") == 1
     fleet.handle(ev.AgentGoodbye(1, "a"), 0.0)
+    fleet.handle(ev.Tick(), 0.0)
+    samples = read(telemetry)
+    assert at(samples, "answering_instances", model="m") == at(samples, "instances", model="m", state="READY") == 0
+    assert ("pointsman_router_pool_owned", frozenset({("model", "m")})) not in samples, "nobody need own it"
+    fleet.handle(ev.Finished("r", "CANCELLED"), 0.0)
+    fleet.handle(ev.Tick(), KEPT_S)
     assert not [name for name, labels in read(telemetry) if ("model", "m") in labels]
+
+
+def test_instances_that_only_produce_kv_answer_nothing_beside_others() -> None:
+    fleet = state()
+    telemetry = with_state(fleet)
+    for stream, name in enumerate(("p1", "p2"), 1):
+        join(fleet, name, stream, kv_transfer=KvTransfer("MOONCAKE", f"http://{name}:8998", role=KvRole.PRODUCER))
+    assert at(read(telemetry), "answering_instances", model="m") == 2
+    join(fleet, "c", 3)
+    assert at(read(telemetry), "answering_instances", model="m") == 1
+    fleet.handle(ev.OrdersChanged({"c": InstanceOrder(cordoned=True)}), 1.0)
+    samples = read(telemetry)
+    assert at(samples, "instances", model="m", state="READY") == 2
+    assert at(samples, "answering_instances", model="m") == 0
+    assert isinstance(place(fleet, request("r", 100), 1.0), ev.Refused)
 
 
 def test_requests_that_wait_for_a_pool_whose_last_instance_left_are_counted() -> None:

@@ -412,15 +412,17 @@ class DecisionMade(msgspec.Struct, frozen=True, gc=False):
 class DecisionNoted(msgspec.Struct, frozen=True, gc=False):
     """A note on a decision's plan, before its request has ended."""
 
-    decision_id: str
+    decision: Decision
     note: str
 
 
 class DecisionClosed(msgspec.Struct, frozen=True, gc=False):
-    """A decision's request ended."""
+    """A decision's request ended. `decision`: with all steps of the plan; None if another router, or the gateway alone, placed
+    the request."""
 
     decision_id: str
     finished: Finished
+    decision: Decision | None
 
 
 class ReportIgnored(msgspec.Struct, frozen=True, gc=False):

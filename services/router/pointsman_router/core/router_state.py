@@ -215,7 +215,7 @@ class RouterState:
             self._turn,
             settings.gateway_lease_s,
         )
-        self._gone_pools = GonePools()
+        self.gone_pools = GonePools()
         self._work = UnfinishedWork(self._pool_of_event)
 
     @property
@@ -469,7 +469,7 @@ class RouterState:
         if event.idle_sessions is not None:
             self.admission.take_over(event.pool, event.idle_sessions, event.idle_age_s, now)
         if not self.instances.members(event.pool, event.pool):
-            self._gone_pools.left((event.pool,), now)
+            self.gone_pools.left((event.pool,), now)
         self._turn.fleet_changed = True
         yield []
         yield from self._leave()
@@ -577,8 +577,8 @@ class RouterState:
         return [ev.IdleSessionsSet(idle, pool) for pool, idle in known if idle is not None]
 
     def _forget_gone_pools(self, now: float) -> list[ev.Effect]:
-        self._gone_pools.left(self.instances.pools_left(), now)
-        due = self._gone_pools.due(
+        self.gone_pools.left(self.instances.pools_left(), now)
+        due = self.gone_pools.due(
             lambda pool: bool(self.instances.members(pool, pool)),
             lambda pool: bool(
                 self.reservations.of_pool(pool)

@@ -324,20 +324,21 @@ class Router:
                     self.decisions.decided(decision, time.time(), elapsed, owner.epoch if owner is not None else 0)
                     self.telemetry.decided(decision, elapsed)
                     self.history.decided(decision, now)
-                case ev.DecisionClosed(decision_id, finished):
-                    logged = self.decisions.get(decision_id)
+                case ev.DecisionClosed(decision_id, finished, closed):
+                    # The log in memory forgets decisions while their requests are open.
+                    if (logged := self.decisions.get(decision_id)) is not None:
+                        closed = logged.decision
                     self.decisions.closed(decision_id, finished, time.time())
-                    self.telemetry.closed(logged.decision if logged else None, finished)
-                    if logged is not None:
-                        self.history.ended(logged.decision, finished, now)
+                    self.telemetry.closed(closed, finished)
+                    if closed is not None:
+                        self.history.ended(closed, finished, now)
                 case ev.MeanWorkSet() | ev.IdleSessionsSet() | ev.PoolFactsSet():
                     kept.append(effect)
                 case ev.SessionEndApplied():
                     ends.append(effect)
-                case ev.DecisionNoted(decision_id, note):
-                    self.decisions.noted(decision_id, note, time.time())
-                    if (logged := self.decisions.get(decision_id)) is not None:
-                        self.telemetry.fell_back(logged.decision)
+                case ev.DecisionNoted(noted, note):
+                    self.decisions.noted(noted.decision_id, note, time.time())
+                    self.telemetry.fell_back(noted)
                 case ev.Refused():
                     self.telemetry.refused(effect.code)
                     if effect.admission is not None:

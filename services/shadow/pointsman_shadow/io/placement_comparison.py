@@ -146,8 +146,8 @@ class PlacementComparison:
             match effect:
                 case ev.DecisionMade(decision):
                     decisions.decided(decision, unix_s, 0.0)
-                case ev.DecisionNoted(decision_id, note):
-                    decisions.noted(decision_id, note, unix_s)
+                case ev.DecisionNoted(decision, note):
+                    decisions.noted(decision.decision_id, note, unix_s)
                 case ev.DecisionClosed(decision_id, finished):
                     decisions.closed(decision_id, finished, unix_s)
 

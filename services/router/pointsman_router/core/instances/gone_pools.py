@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 # How long what was learned of a pool without an instance is kept, s. It outlasts the restart of an only instance, or a scaling to
 # zero for a few minutes.
@@ -17,6 +17,9 @@ class GonePools:
 
     def __len__(self) -> int:
         return len(self._since)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._since)
 
     def left(self, pools: Iterable[str], now: float) -> None:
         """Add pools that have lost their last instance, or that were taken over without one. Mutates."""

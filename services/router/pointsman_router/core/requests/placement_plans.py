@@ -224,7 +224,7 @@ class PlacementPlans:
         candidate = decision.view.find(decision.instance_id)
         effects = self._reserve(decision, index, candidate, gateway_id, reservation.lease_until, state.keys, now)
         return [
-            ev.DecisionNoted(decision.decision_id, note),
+            ev.DecisionNoted(decision, note),
             *effects,
             placed_effect(decision, index, gateway_id),
         ]
@@ -245,7 +245,7 @@ class PlacementPlans:
             index, notes = index + 1, (SERVED_ALONE,)
         plan = (*steps[:index], Step(StepKind.SERVE, instance_id, SERVED_ALONE))
         self._requests.remember(request_id, _with_steps(decision, plan, *notes))
-        return index, [ev.DecisionNoted(decision.decision_id, note) for note in notes]
+        return index, [ev.DecisionNoted(decision, note) for note in notes]
 
     def recovered(self, reservation: Reservation, request: PlacementRequest, gateway_id: str) -> ev.Placed:
         """Replace the rest of a plan that an earlier owner of the pool made by one SERVE on its instance. Mutates."""
@@ -265,10 +265,11 @@ class PlacementPlans:
             return []
         self._evidence.finished(reservation, finished, now)
         self._learn_output(reservation, finished)
+        decision = state.plan
         judged = self._requests.end(state, finished, now)
         return [
             ev.Released(finished.request_id, reservation.pool),
-            ev.DecisionClosed(reservation.decision_id, finished),
+            ev.DecisionClosed(reservation.decision_id, finished, decision),
             *judged,
         ]
 

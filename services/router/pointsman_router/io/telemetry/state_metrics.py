@@ -64,6 +64,11 @@ class StateCollector(Collector):
         yield GaugeMetricFamily(
             f"{NAME}sessions", "Sessions with an owner, of the pools that this replica owns", len(self._state.affinity)
         )
+        yield GaugeMetricFamily(
+            f"{NAME}reservations",
+            "Open requests, each once, of the pools that this replica owns",
+            len(self._state.reservations),
+        )
         yield CounterMetricFamily(
             f"{NAME}sessions_ended",
             "Sessions with an owner that their clients have ended",
@@ -116,17 +121,30 @@ class StateCollector(Collector):
             labels=["model", "priority"],
         )
         instances = GaugeMetricFamily(f"{NAME}instances", "Instances by state", labels=["model", "state"])
-        counts = Counter((record.info.model, record.state) for record in state.instances.records())
-        models, queue = {model for model, _ in counts}, state.held_requests.queue
-        # Requests also wait for a pool whose last instance has left.
-        for model in sorted(models.union(queue.pools())):
-            for priority in Priority:
-                held.add_metric([model, priority], queue.count(model, priority))
+        answering = GaugeMetricFamily(
+            f"{NAME}answering_instances",
+            "Ready instances that answer requests; those that only produce KV do so where the pool has no others",
+            labels=["model"],
+        )
+        counts = Counter[tuple[str, InstanceState]]()
+        # By model and whether they only produce KV: the pool's instances, and those of them that are ready.
+        kinds, ready = set[tuple[str, bool]](), Counter[tuple[str, bool]]()
+        for record in state.instances.unordered():
+            health, kind = record.state, (record.info.model, record.info.produces_only)
+            counts[record.info.model, health] += 1
+            kinds.add(kind)
+            ready[kind] += health is InstanceState.READY
+        models, queue = {model for model, _ in kinds}, state.held_requests.queue
         for model in sorted(models):
             owned.add_metric([model], float(state.owned.owns(model)))
+        # Requests also come, and wait, for a pool whose last instance has left. No router need own it.
+        for model in sorted(models.union(state.gone_pools, queue.pools(), state.parked_requests.queue.pools())):
+            for priority in Priority:
+                held.add_metric([model, priority], queue.count(model, priority))
             for health in InstanceState:
                 instances.add_metric([model, health], counts[model, health])
-        yield from (owned, held, instances)
+            answering.add_metric([model], ready[model, (model, False) not in kinds])
+        yield from (owned, held, instances, answering)
         yield from self._admission()
         yield self._backlog()
         yield self._curve_samples()

@@ -63,6 +63,8 @@ export class Feed {
         await watch(signal, () => {
           pause = 500;
           this.#set("live");
+          // What came over an earlier connection may have changed since, and newer decisions may be missing after it.
+          this.decisions = new Map();
           this.#catchUp();
         }, (news) => this.#received(news));
       } catch (error) {

@@ -87,11 +87,12 @@ export async function askPolicy(app) {
   });
 }
 
-/** A warning if no other instance of the pool is ready; else null. */
+/** A warning if no other instance of the pool can answer; else null. Those that only produce KV can where the pool has no others. */
 function lastOf(app, { instance }) {
-  const others = (app.fleet?.instances ?? []).filter((other) => other.instance.model === instance.model && other.instance.instanceId !== instance.instanceId);
-  const takes = others.some(({ state }) => ["INSTANCE_STATE_READY", "INSTANCE_STATE_SYNCING"].includes(state));
-  return takes ? null : el("p", { className: "bad", role: "alert" }, `No other instance of ${instance.model} is ready: new requests for it may get 503.`);
+  const pool = (app.fleet?.instances ?? []).filter((other) => other.instance.model === instance.model);
+  const others = pool.filter((other) => other.instance.kvTransfer?.role !== "KV_ROLE_PRODUCER");
+  const takes = (others.length ? others : pool).some((other) => other.instance.instanceId !== instance.instanceId && ["INSTANCE_STATE_READY", "INSTANCE_STATE_SYNCING"].includes(other.state));
+  return takes ? null : el("p", { className: "bad", role: "alert" }, `No other instance of ${instance.model} can answer: new requests for it may get 503.`);
 }
 
 function alone(thisReplicaOnly) {
