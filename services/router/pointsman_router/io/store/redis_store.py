@@ -452,11 +452,11 @@ class RedisStore:
             live = []
             self._forget_free()
         # Set before the leases are renewed: a pool that is rewritten then queues further changes behind its rewrite, while other
-        # pools still wait for theirs.
-        self._returning = self._degraded
+        # pools still wait for theirs. A rewrite that has begun goes on over heartbeats: it may take longer than their interval.
+        begins, self._returning = self._degraded and not self._returning, self._degraded
         if self._returning:
             self._returned_at = self.answered_at or 0.0
-        await self._renew_all(live)
+        await self._renew_all(live, rewrite=begins)
         self._failures, self._may_serve_others = 0, False
         await self._forget_given_up()
         now = asyncio.get_running_loop().time()
@@ -495,7 +495,7 @@ class RedisStore:
             return 2
         return 1 if free_s >= delay_s else 0
 
-    async def _renew_all(self, live: list[str]) -> None:
+    async def _renew_all(self, live: list[str], *, rewrite: bool) -> None:
         pools = list(self._pools.values())
         for first in range(0, len(pools), AT_ONCE):
             asked = [(pool, self._ask_for(pool, live)) for pool in pools[first : first + AT_ONCE]]
@@ -504,7 +504,7 @@ class RedisStore:
             for (pool, _), answer in zip(asked, answers, strict=True):
                 if isinstance(answer, BaseException):
                     raise answer
-                await self._renewed(pool, answer, now, rewrite=self._returning)
+                await self._renewed(pool, answer, now, rewrite=rewrite)
 
     async def _renew(self, pool: _Pool) -> None:
         now = asyncio.get_running_loop().time()
