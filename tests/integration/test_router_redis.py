@@ -320,6 +320,25 @@ async def test_a_pool_of_many_sessions_is_taken_over_under_one_lease(tmp_path: P
             assert server.router.store.epoch == epoch, "the lease was never lost"
 
 
+async def test_a_pool_is_taken_over_whole_though_redis_restarts_while_its_sessions_are_read(tmp_path: Path) -> None:
+    """A Redis that has restarted has the fields of a hash in another order."""
+    with redis_server(tmp_path) as (url, process):
+        with redis.Redis.from_url(url) as client:
+            for first in range(0, SESSIONS, 5_000):
+                sessions = {f"t/session-{number}": "a" for number in range(first, first + 5_000)}
+                client.hset(POOL + "affinity", mapping=sessions)
+            client.save()
+        async with running(redis_url=url, owner_lease_s=0.4) as (server, agent):
+            await Report(agent).join("a")
+            affinity = server.router.state.affinity
+            await eventually(lambda: len(affinity) > SESSIONS // 10, "a part of the sessions is known")
+            process.kill()
+            read = len(affinity)
+            process.start()
+            await eventually(lambda: len(affinity) == SESSIONS, "all sessions are known")
+            assert read < SESSIONS * 9 // 10
+
+
 async def test_an_emptied_redis_is_filled_again_under_one_lease(tmp_path: Path) -> None:
     # The rewrite takes longer than a lease, and on a busy machine one page must not.
     lease_s = 2.0
