@@ -22,8 +22,10 @@ from pointsman.router.v1 import placement_pb2
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances import gone_pools
 from pointsman_router.io.main import RouterServer
+from pointsman_router.io.store import redis_store
 from pointsman_router.io.store.redis_address import RedisAddress
 from pointsman_router.io.store.redis_store import RedisStore
+from pointsman_router.io.store.store import StoreEvent
 from tests.support.processes.redis import redis_server
 from tests.support.router import Report, Session, running
 from tests.support.waiting import WITHIN_S, eventually
@@ -251,6 +253,36 @@ async def test_a_store_that_is_told_to_end_as_a_command_is_written_ends(
             assert client.zcard("pointsman:{f}:replicas") == 0, "the router has removed itself from the replicas"
 
 
+async def test_a_rewrite_of_many_open_requests_goes_on_over_heartbeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_store, "BATCH", 1)
+    events: list[StoreEvent] = []
+    with redis_server(tmp_path) as (url, process):
+        store = RedisStore(
+            RedisAddress((url,)),
+            router_id="r",
+            fleet="f",
+            lease_s=0.4,
+            settle_s=1.0,
+            affinity_ttl_s=60.0,
+            on_event=events.append,
+            on_owners=lambda: None,
+            # One write each, together longer than the interval of heartbeats.
+            snapshot=lambda pool: iter([*(ev.Released(f"r{number}", pool) for number in range(2_000)), None]),
+            merge_config=lambda before, own, stored: stored or own,
+        )
+        store.compete_for(["m"])
+        running_store = asyncio.create_task(store.run())
+        await eventually(lambda: store.may_place("m"), "the router owns the pool")
+        process.kill()
+        await eventually(lambda: ev.StoreState(True) in events, "degraded")
+        process.start()
+        await eventually(lambda: ev.StoreState(False) in events, "the pool is rewritten", 30.0)
+        running_store.cancel()
+        await asyncio.wait({running_store})
+
+
 SESSIONS, OPEN = 150_000, 2_000
 POOL = "pointsman:{default:m}:"
 
@@ -286,6 +318,25 @@ async def test_a_pool_of_many_sessions_is_taken_over_under_one_lease(tmp_path: P
             await eventually(lambda: len(state.affinity) == SESSIONS, "all sessions are known")
             assert server.router.store.may_place("m")
             assert server.router.store.epoch == epoch, "the lease was never lost"
+
+
+async def test_a_pool_is_taken_over_whole_though_redis_restarts_while_its_sessions_are_read(tmp_path: Path) -> None:
+    """A Redis that has restarted has the fields of a hash in another order."""
+    with redis_server(tmp_path) as (url, process):
+        with redis.Redis.from_url(url) as client:
+            for first in range(0, SESSIONS, 5_000):
+                sessions = {f"t/session-{number}": "a" for number in range(first, first + 5_000)}
+                client.hset(POOL + "affinity", mapping=sessions)
+            client.save()
+        async with running(redis_url=url, owner_lease_s=0.4) as (server, agent):
+            await Report(agent).join("a")
+            affinity = server.router.state.affinity
+            await eventually(lambda: len(affinity) > SESSIONS // 10, "a part of the sessions is known")
+            process.kill()
+            read = len(affinity)
+            process.start()
+            await eventually(lambda: len(affinity) == SESSIONS, "all sessions are known")
+            assert read < SESSIONS * 9 // 10
 
 
 async def test_an_emptied_redis_is_filled_again_under_one_lease(tmp_path: Path) -> None:

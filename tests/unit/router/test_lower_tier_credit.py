@@ -21,7 +21,7 @@ from pointsman_router.core.prefill_curve import DEFAULT_CURVE
 from pointsman_router.core.prefix.provisional_blocks import PROVISIONAL_S
 from pointsman_router.core.router_state import RouterState
 from pointsman_router.io.telemetry.decision_log import LoggedDecision
-from tests.support.router_values import info, join, place, request, set_policy, state
+from tests.support.router_values import hello, info, join, place, request, set_policy, state
 
 PROMPT = list(range(40_000))
 KEYS = prompt_keys(PROMPT, "m")
@@ -194,6 +194,25 @@ def test_tiers_without_room_cost_no_credit_on_the_gpu() -> None:
     assert seen(router).kv_load == NO_LOAD
     report(router, Delta(4, DEVICE, cleared=True), Delta(5, Tier.HOST, KEYS[:1_200]))
     assert seen(router).kv_load.host_tokens == 19_200
+
+
+def test_an_instance_waits_for_room_for_its_keys_on_the_gpu_alone() -> None:
+    router = state(max_keys=1_000)
+    join(router, "a", 1, list(range(1, 951)))
+    hello(router, "b", 2)
+    lower = range(10_000, 15_000)
+    report(
+        router,
+        SnapshotBegin(0),
+        SnapshotChunk(DEVICE, KEYS[:50]),
+        SnapshotChunk(HOST, lower[:2_500]),
+        SnapshotChunk(DEVICE, KEYS[50:100]),
+        SnapshotChunk(HOST, lower[2_500:]),
+        SnapshotEnd(0, 5_100, digest_of(DEVICE, KEYS[:100]) ^ digest_of(HOST, lower)),
+        name="b",
+    )
+    router.handle(ev.AgentGoodbye(1, "a"), 1.0)
+    assert ev.Resync(2, "b", "the index has room again") in router.handle(ev.Tick(), 1.0)
 
 
 def test_keys_of_an_unknown_tier_are_checked_and_not_credited() -> None:

@@ -6,11 +6,12 @@ import itertools
 
 import pytest
 
-from pointsman_common.core.block_keys import KEY_SCHEME, prompt_keys
-from pointsman_common.core.key_report_types import Delta, KeyMessage, SnapshotBegin, SnapshotEnd
+from pointsman_common.core.block_keys import KEY_SCHEME, digest_of, prompt_keys
+from pointsman_common.core.key_report_types import Delta, KeyMessage, SnapshotBegin, SnapshotChunk, SnapshotEnd
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_registry import InstanceRecord
 from pointsman_router.core.placement_types import Candidate, Decision, InstanceState, Load, Phase, PrefixSource
+from pointsman_router.core.prefix import exact_index
 from pointsman_router.core.prefix.computed_prompts import ComputedPrompts
 from pointsman_router.core.prefix.exact_index import IndexFull, PrefixIndex
 from pointsman_router.core.prefix.provisional_blocks import PROVISIONAL_S, ProvisionalBlocks
@@ -609,6 +610,31 @@ def test_an_instance_beyond_the_index_is_approximated_until_there_is_room() -> N
     effects = report(router, Delta(1, 1, added=list(range(9))), 1.0, "b")
     assert effects == [ev.FleetChanged()] or effects == []
     assert record.sync.full
+    router.check_invariants()
+
+
+def test_of_instances_that_fill_the_index_together_as_many_are_exact_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_index, "TURNS_FOR_ROOM", 0)  # as if the index was too large to be swept by an addition
+    router = state(max_keys=1_000)
+    keys = {f"i{at:02}": list(range(50 * at + 1, 50 * at + 51)) for at in range(30)}
+    for at, name in enumerate(keys):
+        hello(router, name, at)
+    asked, live = list(keys), list[int]()
+    for now in (1.0, 2.0, 3.0, 4.0):
+        for name in asked:
+            report(router, SnapshotBegin(0), now, name)
+        for first in range(0, 50, 10):
+            for name in asked:
+                report(router, SnapshotChunk(1, keys[name][first : first + 10]), now, name)
+        for name in asked:
+            report(router, SnapshotEnd(0, 50, digest_of(1, keys[name])), now, name)
+        live.append(sum(record_of(router, name).sync.live for name in keys))
+        asked = [effect.instance_id for effect in router.handle(ev.Tick(), now) if isinstance(effect, ev.Resync)]
+        # A tick before the snapshots have come does not ask for more than fits with them.
+        assert not any(isinstance(effect, ev.Resync) for effect in router.handle(ev.Tick(), now))
+    # An instance is asked if there is room for its keys and a quarter more.
+    assert live == [0, 16, 19, 19]
+    assert not asked
     router.check_invariants()
 
 

@@ -69,6 +69,15 @@ def test_new_observations_replace_old_ones() -> None:
     assert chances.chance(AnswerKind.TOOL, 0) < before / 2
 
 
+def test_idle_times_in_which_no_session_is_seen_for_long_keep_their_hazard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pointsman_router.core.admission.return_chances.MOST_RETURNS", 30.0)
+    chances, prior = ReturnChances(), ReturnChances()
+    for _ in range(1_100):
+        idle(chances, AnswerKind.TOOL, {0.5: 16})
+    assert chances.stays_idle(AnswerKind.TOOL, 300.0, 3_000.0) == prior.stays_idle(AnswerKind.TOOL, 300.0, 3_000.0)
+    assert chances.chance(AnswerKind.TOOL, 0) > 0.99
+
+
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.floats(0.0, 3_000.0), st.booleans()), max_size=50))
 def test_whatever_is_observed_a_chance_is_a_probability(seen: list[tuple[AnswerKind, float, bool]]) -> None:
     chances = ReturnChances()

@@ -208,6 +208,9 @@ class AgentReports:
         lost = any(record.lost_at is not None for record in records)
         taking = (record for record in records if record.lost_at is None and _takes_requests(record)) if lost else ()
         reported = {record.info.model for record in taking}
+        # What is asked for must fit together, and with the snapshots that are under way.
+        room = self._index.max_keys - len(self._index)
+        room -= sum(record.sync.missing for record in records if record.sync.is_incomplete and record.lost_at is None)
         loads_s, keys_s = load_interval_s(len(records)), key_interval_s(len(records))
         for record in records:
             sent = (record.load_interval_s, record.key_interval_s)
@@ -224,7 +227,8 @@ class AgentReports:
                 self._remove(record.info.instance_id)
                 effects += self._requests_lost(record)
                 self._turn.fleet_changed = True
-            elif record.sync.full and record.lost_at is None and self._index.has_room(record.sync.wanted * 5 // 4):
+            elif record.sync.full and record.lost_at is None and record.sync.missing <= room:
+                room -= record.sync.missing
                 had_placements = record.needs_placements
                 record.sync.reset()
                 self._prefix_knowledge.keep_placements(record, had_placements)

@@ -27,7 +27,8 @@ from pointsman_router.core.idle_sessions import BINS, EDGES_S, KINDS, AnswerKind
 # few that 13 % are refused in place of 10.
 KEEP_S = 240.0
 # PRIOR_SESSIONS: number of idle sessions whose returns the prior stands for. MOST_RETURNS: number of returns of a kind from which
-# its observations are halved, so that older ones lose weight.
+# its observations are halved, so that older ones lose weight; those of a bin only while they have twice the prior's exposure: a
+# bin in which no session was for long would end without any.
 PRIOR_SESSIONS, MOST_RETURNS = 20.0, 4_000.0
 # The chances of a kind are computed anew after as many returns, or after this time, s.
 REFRESH_AFTER, REFRESH_S = 128, 1.0
@@ -45,9 +46,8 @@ class ReturnChances:
     """The learned chances of one pool. Memory: KINDS x BINS numbers."""
 
     def __init__(self) -> None:
-        prior = [_prior(_RETURNED[kind % 3]) for kind in KINDS]
-        self._returns = [list(returns) for returns, _ in prior]
-        self._exposure_s = [list(exposure) for _, exposure in prior]
+        self._returns = [list(_PRIORS[kind % 3][0]) for kind in KINDS]
+        self._exposure_s = [list(_PRIORS[kind % 3][1]) for kind in KINDS]
         self._unread = [0 for _ in KINDS]
         self._chances = [self._computed(kind) for kind in KINDS]
         # By bin: the returns of about the last RECENT_S, and those that were expected.
@@ -117,8 +117,11 @@ class ReturnChances:
         self._recent[bin_] += 1.0
         self._unread[kind] += 1
         if sum(returns) > MOST_RETURNS:
-            self._returns[kind] = [count / 2 for count in returns]
-            self._exposure_s[kind] = [seconds / 2 for seconds in self._exposure_s[kind]]
+            exposure_s = self._exposure_s[kind]
+            for place, prior_s in enumerate(_PRIORS[kind % 3][1]):
+                if exposure_s[place] >= 2 * prior_s:
+                    returns[place] /= 2
+                    exposure_s[place] /= 2
 
     def _computed(self, kind: AnswerKind) -> list[float]:
         # The cumulative hazard at each edge.
@@ -152,3 +155,6 @@ def _prior(returned: tuple[float, ...]) -> tuple[list[float], list[float]]:
         # The mean of an exponential decay from `left` to `right`.
         exposure.append(PRIOR_SESSIONS * (left - right) * (high - low) / log(left / right))
     return returns, exposure
+
+
+_PRIORS = tuple(map(_prior, _RETURNED))

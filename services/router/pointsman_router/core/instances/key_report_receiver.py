@@ -40,13 +40,14 @@ class SyncPhase(StrEnum):
 
 class ReportSync:
     """The copy of one incarnation's keys in `index` and `lower_tiers`, and its phase. `seq`: the last delta applied. `resyncs`:
-    number of requested new snapshots. `wanted`: number of keys that the copy has, or needs room for."""
+    number of requested new snapshots."""
 
     def __init__(self, instance_id: str, index: PrefixIndex, lower_tiers: LowerTiers) -> None:
         self.phase = SyncPhase.WAITING
         self.seq = 0
         self.resyncs = 0
-        self.wanted = 0
+        # Number of device keys for which the index had no room, the last time that it had none.
+        self._wanted = 0
         self._instance_id = instance_id
         self._index = index
         self._lower_tiers = lower_tiers
@@ -69,8 +70,14 @@ class ReportSync:
 
     @property
     def full(self) -> bool:
-        """Whether the index had no room for the copy, which needs room for `wanted` keys."""
+        """Whether the index had no room for the copy."""
         return self.phase is SyncPhase.FULL
+
+    @property
+    def missing(self) -> int:
+        """For how many device keys more the index needs room before it can have a copy for which it had none: a quarter more
+        than it had no room for, less those that have come since. 0 if the copy is live."""
+        return 0 if self.live else max(self._wanted * 5 // 4 - self._index.count(self._instance_id), 0)
 
     def can_resume(self, oldest_seq: int, latest_seq: int) -> bool:
         """Return whether an agent that keeps the deltas oldest..latest can continue from this copy without a snapshot."""
@@ -92,8 +99,8 @@ class ReportSync:
     def handle(self, message: KeyMessage) -> str:
         """Apply one message; return why a new snapshot is needed, or "". Mutates the index."""
         if self.phase is SyncPhase.FULL and not isinstance(message, SnapshotBegin):
-            if isinstance(message, SnapshotEnd):
-                self.wanted = message.key_count
+            if isinstance(message, SnapshotChunk) and message.tier == Tier.DEVICE:
+                self._wanted += len(message.keys)
             return ""
         try:
             return self._apply(message)
@@ -121,9 +128,8 @@ class ReportSync:
         if self.phase is not SyncPhase.SNAPSHOT:
             return self._fail("a snapshot chunk outside a snapshot")
         keys = chunk.keys
-        self.wanted = self._count + len(keys)
         if chunk.tier == Tier.DEVICE:
-            self._index.add(self._instance_id, keys)
+            self._add(keys)
         else:
             self._change_lower(chunk.tier, keys, ())
         self._count += len(keys)
@@ -154,10 +160,9 @@ class ReportSync:
             self._without_lower = False
             self._count = self._digest = 0
         added, removed = delta.added, delta.removed
-        self.wanted = self._count + len(added)
         if delta.tier == Tier.DEVICE:
             fits = self._index.remove(self._instance_id, removed) == len(removed)
-            fits = fits and self._index.add(self._instance_id, added) == len(added)
+            fits = fits and self._add(added) == len(added)
         else:
             fits = self._change_lower(delta.tier, added, removed)
         if not fits:
@@ -166,6 +171,14 @@ class ReportSync:
         self._digest ^= digest_of(delta.tier, added) ^ digest_of(delta.tier, removed)
         self.seq, self._in_part = delta.seq, delta.more
         return ""
+
+    def _add(self, keys: Collection[int]) -> int:
+        """Add device keys to the copy; return how many were new. Raises IndexFull."""
+        try:
+            return self._index.add(self._instance_id, keys)
+        except IndexFull:
+            self._wanted = self._index.count(self._instance_id) + len(keys)
+            raise
 
     def _change_lower(self, tier: int, added: Collection[int], removed: Collection[int]) -> bool:
         """Apply a change of a lower tier's keys; return whether it fits the copy. A tier of a newer version is not copied."""

@@ -358,7 +358,7 @@ class RedisStore:
                     self._server_moved = False
                     # An owner has a lease to follow. Until then it holds its lease at the old server, which this one cannot see.
                     self._returned_at = loop.time()
-                    self._forget_free()
+                    self._forget_data()
                 try:
                     if loop.time() >= self._poll_at:
                         await self._poll()
@@ -384,6 +384,7 @@ class RedisStore:
                     if self._server:
                         # Connections that were in use as the first one to this server was made lead to the one before.
                         await self._servers.connect_anew()
+                        self._forget_data()
                     self._server = self._servers.server
                     log.info("connected to the shared store", server=self._server)
                 now = loop.time()
@@ -450,13 +451,13 @@ class RedisStore:
             # This replica is new, or Redis has lost its data between two polls. Other replicas may live without being registered,
             # and own pools that seem to be free.
             live = []
-            self._forget_free()
+            self._forget_data()
         # Set before the leases are renewed: a pool that is rewritten then queues further changes behind its rewrite, while other
-        # pools still wait for theirs.
-        self._returning = self._degraded
+        # pools still wait for theirs. A rewrite that has begun goes on over heartbeats: it may take longer than their interval.
+        begins, self._returning = self._degraded and not self._returning, self._degraded
         if self._returning:
             self._returned_at = self.answered_at or 0.0
-        await self._renew_all(live)
+        await self._renew_all(live, rewrite=begins)
         self._failures, self._may_serve_others = 0, False
         await self._forget_given_up()
         now = asyncio.get_running_loop().time()
@@ -495,7 +496,7 @@ class RedisStore:
             return 2
         return 1 if free_s >= delay_s else 0
 
-    async def _renew_all(self, live: list[str]) -> None:
+    async def _renew_all(self, live: list[str], *, rewrite: bool) -> None:
         pools = list(self._pools.values())
         for first in range(0, len(pools), AT_ONCE):
             asked = [(pool, self._ask_for(pool, live)) for pool in pools[first : first + AT_ONCE]]
@@ -504,7 +505,7 @@ class RedisStore:
             for (pool, _), answer in zip(asked, answers, strict=True):
                 if isinstance(answer, BaseException):
                     raise answer
-                await self._renewed(pool, answer, now, rewrite=self._returning)
+                await self._renewed(pool, answer, now, rewrite=rewrite)
 
     async def _renew(self, pool: _Pool) -> None:
         now = asyncio.get_running_loop().time()
@@ -708,9 +709,13 @@ class RedisStore:
             if not isinstance(item, list):
                 item(kept)
 
-    def _forget_free(self) -> None:
+    def _forget_data(self) -> None:
+        """Forget what another server, or the same one after a restart, may not know: since when pools are free, and the cursors
+        of pages, each of which is a place in one server's table. What is read twice changes nothing."""
         for pool in self._pools.values():
             pool.free_since = None
+            if pool.reading:
+                pool.reading.cursor = pool.reading.sessions = 0
 
     async def _failed(self, error: Exception) -> None:
         if isinstance(error, redis.exceptions.ReadOnlyError):
@@ -719,7 +724,7 @@ class RedisStore:
         self._server = ""  # a new master may be at the same name or address
         self._poll_at, self._failed_from = 0.0, self._tried_at
         self._may_serve_others |= isinstance(error, _MAY_SERVE_OTHERS)
-        self._forget_free()
+        self._forget_data()
         if not self._degraded:
             if max(self._failures, self._write_failures) < FAILURES:
                 return
