@@ -66,6 +66,16 @@ async def test_openais_client_gets_responses(up: Stack) -> None:
     assert_exact(up, Endpoint.RESPONSES, RESPONSES, await finished(up, 2))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_that_repeats_its_requests_metadata_is_no_abort(up: Stack, stream: bool) -> None:
+    async with gpt(up) as client:
+        answer = await client.responses.create(**RESPONSES, metadata={"finish_reason": "abort"}, stream=stream)
+        last = [event async for event in answer][-1].response if stream else answer
+    assert (last.status, last.metadata) == ("completed", {"finish_reason": "abort"})
+    assert (await finished(up)).outcome == placement_pb2.OUTCOME_OK
+    assert len(up.router.places) == 1
+
+
 async def test_a_stored_response_is_found_by_its_id_alone(up: Stack, tmp_path: Path) -> None:
     up.engines[0].mode = "500"  # the first response ends up on the second instance
     async with gpt(up) as client:

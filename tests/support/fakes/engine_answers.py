@@ -105,7 +105,8 @@ class Script:
     def _response(self, status: str) -> dict[str, Any]:
         head = {"id": self.body.get("request_id", "resp_own"), "object": "response", "created_at": 0, "model": MODEL}
         rest = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "temperature": 1.0, "top_p": 1.0}
-        return head | rest | {"output": [], "status": status, "instructions": self.body.get("instructions")}
+        repeated = {"instructions": self.body.get("instructions"), "metadata": self.body.get("metadata")}
+        return head | rest | {"output": [], "status": status} | repeated
 
     @staticmethod
     def _item(text: str) -> dict[str, Any]:

@@ -56,6 +56,7 @@ ENDS: list[tuple[Endpoint, dict[str, Any], str]] = [
     (Endpoint.CHAT, {"choices": [{"finish_reason": "length"}]}, "length"),
     (Endpoint.CHAT, {"choices": [{"finish_reason": "stop"}, {"finish_reason": "tool_calls"}]}, "tool_calls"),
     (Endpoint.CHAT, {"choices": [{"finish_reason": "function_call"}]}, "tool_calls"),
+    (Endpoint.CHAT, {"choices": [{"finish_reason": "abort"}, {"finish_reason": "stop"}]}, "abort"),
     (Endpoint.COMPLETION, {"choices": [{"finish_reason": "repetition"}]}, "repetition"),
     (Endpoint.CHAT, {"choices": [{"finish_reason": None}]}, ""),
     (Endpoint.CHAT, {"choices": ["stop"]}, ""),

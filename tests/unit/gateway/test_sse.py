@@ -299,6 +299,14 @@ def test_what_only_speaks_of_errors_is_left_as_it_is(error_format: ErrorFormat, 
     assert redact_error_event(error_format, event) is event
 
 
+@pytest.mark.parametrize("cut", [7, 10_000])
+def test_a_response_that_repeats_its_request_is_no_abort(cut: int) -> None:
+    response = {"metadata": {"finish_reason": "abort"}, "tools": [{"parameters": {"finish_reason": "abort"}}]}
+    event = stream({"response": response, "sequence_number": 0, "type": "response.created"}, done=False)
+    events = SseFilter(Endpoint.RESPONSES)
+    assert b"".join(map(events.feed, cut_up(event, [cut] * 100))) == event
+
+
 def test_an_error_that_is_no_json_or_has_no_end_is_a_plain_sentence() -> None:
     for text in (
         b"event: error\ndata: boom at 10.0.0.7",

@@ -44,7 +44,8 @@ _ADDRESS = re.compile(
 )
 
 _BEGINS_WITH_ERROR = re.compile(rb'\s*(?:event: ?error|data: ?\{\s*"(?:error"|object": ?"error))')
-_ABORTED = re.compile(rb'"finish_reason":\s?"abort"')
+# What an aborted answer has, and a part of it that is found sooner. A response tells of no abort, and repeats its request.
+_ABORTED = {ErrorFormat.OPENAI: (b'"abort"', re.compile(rb'"finish_reason":\s?"abort"'))}
 _TRACE = "Traceback (most recent call last)"
 _REPORTED = "The engine reported an error."
 # Default Retry-After of a 429 or 503, s.
@@ -143,11 +144,11 @@ def with_request_id(body: bytes, request_id: str | None) -> bytes:
     return body[:-1] + b',"request_id":' + msgspec.json.encode(request_id) + b"}"
 
 
-def was_aborted(text: bytes) -> bool:
-    """Whether an engine aborted an answer, as vLLM does with all running requests when it is told to stop. `text`: a body, or a
-    part of a stream, of OpenAI's completions and chats; the other APIs do not report it. Inside a model's output these bytes
-    would be escaped."""
-    return b'"abort"' in text and _ABORTED.search(text) is not None
+def was_aborted(error_format: ErrorFormat, text: bytes) -> bool:
+    """Whether an engine aborted an answer, as vLLM does with all running requests when it is told to stop. `text`: a part of a
+    stream, or the body of a chat or completion. Inside a model's output these bytes would be escaped."""
+    part, sign = _ABORTED.get(error_format, (b"", None))
+    return sign is not None and part in text and sign.search(text) is not None
 
 
 def begins_with_error(stream: bytes) -> bool:
@@ -155,10 +156,10 @@ def begins_with_error(stream: bytes) -> bool:
     return _BEGINS_WITH_ERROR.match(stream) is not None
 
 
-def reports_error(event: bytes) -> bool:
+def reports_error(error_format: ErrorFormat, event: bytes) -> bool:
     """Whether an event of an engine's stream, without its end, reports an error or an abort; also if it cannot be read."""
     found = _object_of(event)
-    return found is not None and (_is_error(found) or was_aborted(event))
+    return found is not None and (_is_error(found) or was_aborted(error_format, event))
 
 
 def redact_error_event(error_format: ErrorFormat, event: bytes, sequence_number: int = 0) -> bytes:
@@ -172,7 +173,7 @@ def redact_error_event(error_format: ErrorFormat, event: bytes, sequence_number:
         response["error"] = _safe(response["error"], _REPORTED, ("code",))
         kept = [line for line in event.splitlines() if not line.startswith(b"data:")]
         return b"\n".join([*kept, b"data: " + msgspec.json.encode(found)])
-    if was_aborted(event):
+    if was_aborted(error_format, event):
         return error_event(STREAM_FAILED, error_format, "instance_failed", sequence_number).rstrip()
     if not _is_error(found):
         return event

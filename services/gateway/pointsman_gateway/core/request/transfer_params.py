@@ -52,6 +52,8 @@ _ANSWER_ONLY = (
     "length_penalty",
     "echo",
     "suffix",
+    "return_token_ids",
+    "return_prompt_text",
 )
 # Fields that affect the answer, but that a template may show to the model (harmony does).
 _MAYBE_IN_PROMPT = (

@@ -40,7 +40,7 @@ TAIL_BYTES = 8 << 10
 @dataclass(frozen=True)
 class Usage:
     """The engine's token counts, None where the engine reported none. `finish_reason` is in the terms of OpenAI's chat
-    completions for every API ("": not reported); with several choices it is the last choice's."""
+    completions for every API ("": not reported); with several choices it is the last choice's, or "abort" if one was aborted."""
 
     prompt: int | None = None
     cached: int | None = None
@@ -188,10 +188,11 @@ def _messages_usage(usage: Any, reason: object) -> Usage:
 
 
 def _choices_reason(event: dict[str, Any]) -> str:
-    """Return why the last of an event's choices ended; "" if it has not ended or there is none."""
+    """Return why the last of an event's choices ended, or that one was aborted; "" if it has not ended or there is none."""
     choices = event.get("choices")
-    last = choices[-1] if isinstance(choices, list) and choices else None
-    return _reason(last.get("finish_reason")) if isinstance(last, dict) else ""
+    found = choices if isinstance(choices, list) else []
+    reasons = ["", *(_reason(choice.get("finish_reason")) for choice in found if isinstance(choice, dict))]
+    return "abort" if "abort" in reasons else reasons[-1]
 
 
 def _responses_reason(response: dict[str, Any]) -> str:

@@ -213,7 +213,7 @@ class SseFilter:
 
     def _let_out(self, piece: bytes, mid_event: bool) -> bytes:
         """Return `piece` as the client may see it. `mid_event`: it begins in the middle of an event. Mutates."""
-        if b"error" in piece or was_aborted(piece):
+        if b"error" in piece or was_aborted(self._tail.endpoint.error_format, piece):
             piece = self._without_errors(EVENT_END.split(piece), mid_event)
         if self.tells:
             if self.record is not None:
@@ -238,20 +238,22 @@ class SseFilter:
     def _without_errors(self, events: list[bytes], mid_event: bool) -> bytes:
         """Return events, each followed by its end, as one piece in which the instance's errors are redacted; up to the first
         error, if another instance can go on. Mutates."""
+        form = self._tail.endpoint.error_format
         for at in range(2 if mid_event else 0, len(events), 2):
-            if not (_TELLS_OF_ERROR.search(events[at]) or was_aborted(events[at])):
+            event = events[at]
+            if not (_TELLS_OF_ERROR.search(event) or was_aborted(form, event)):
                 continue
             before = b"".join(events[:at])
-            if self.texts is not None and _HAS_TEXT.search(self.texts + before) and reports_error(events[at]):
+            if self.texts is not None and _HAS_TEXT.search(self.texts + before) and reports_error(form, event):
                 self._cut, self._held, self.mid_event = True, b"", False
                 return before
-            if self.record is not None and reports_error(events[at]):
+            if self.record is not None and reports_error(form, event):
                 # The comment of the error's event goes with it: the client gets neither.
                 kept = before if at < 2 or not events[at - 2].startswith(b":") else b"".join(events[: at - 2])
                 if _has_ids(self.record) or _has_ids(ids_in(kept)):
                     self._cut, self._held, self.mid_event = True, b"", False
                     return kept
-            events[at] = redact_error_event(self._tail.endpoint.error_format, events[at], self._next_number(before))
+            events[at] = redact_error_event(form, event, self._next_number(before))
         return b"".join(events)
 
     def _next_number(self, behind: bytes = b"") -> int:

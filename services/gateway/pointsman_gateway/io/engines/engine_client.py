@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pointsman_gateway.core.api import ApiRequestError, was_aborted
+from pointsman_gateway.core.api import ApiRequestError, ErrorFormat, was_aborted
 from pointsman_gateway.core.http_message import JSON_FIELDS, ResponseWriter
 from pointsman_gateway.core.json_object import json_object
 from pointsman_gateway.core.memory_budget import Holding
@@ -122,7 +122,7 @@ class Upstream:
         closes the connection, by which the engine notices that the request was dropped."""
         try:
             body = await self._whole(await self.send(target, "POST", path, payload, headers))
-            if was_aborted(body):
+            if was_aborted(ErrorFormat.OPENAI, body):
                 raise AbortedByEngine
         except UpstreamError as error:
             error.instance_id = target.instance_id

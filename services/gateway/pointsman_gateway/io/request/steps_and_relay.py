@@ -321,7 +321,7 @@ class EngineSteps:
                 # After a failed KV transfer an engine answers 200, and the stream starts with an error.
                 if streamed and step.kv_source is not None and begins_with_error(without_comments(answer.arrived)):
                     raise UpstreamError("the answer began with an error", 500)
-                if streamed and was_aborted(answer.arrived):
+                if streamed and was_aborted(call.endpoint.error_format, answer.arrived):
                     raise AbortedByEngine
                 if record and not (streamed and answer.arrived.startswith(b":")):
                     # Its events would repeat what the client has. It has not failed.
@@ -329,8 +329,6 @@ class EngineSteps:
                     return ev.UpstreamFailed("the instance cannot continue an answer", answer.status, innocent=True)
             if not streamed:
                 body = await upstream.read_all(answer, held=self._held)
-                if was_aborted(body):
-                    raise AbortedByEngine
                 in_bytes = is_in_bytes(call.endpoint, answer.headers.media_type)
                 if answer.status == 200 and not in_bytes and not has_json_form(body):
                     raise UpstreamError("an answer that is no JSON", answer.status)
@@ -346,7 +344,10 @@ class EngineSteps:
                     self._set_error(answer.status, body, answer, headers)
                     return ev.ResponseRejected(answer.status)
                 counted = answer.headers.get(METADATA).encode("latin-1") if in_bytes else body
-                self._record_usage(attempt, usage_of(counted, call.endpoint))
+                usage = usage_of(counted, call.endpoint)
+                if usage.finish_reason == "abort":
+                    raise AbortedByEngine
+                self._record_usage(attempt, usage)
                 body = self._own_prefills.corrected(step.target.instance_id, body)
                 self.whole_response = Response(answer.status, body, client_headers(answer.headers) | headers)
         except TransferError as error:
