@@ -104,7 +104,7 @@ def completion_tokens(body: Mapping[str, Any], tokenizer: ChatTokenizer) -> list
         return tokenizer.encode(prompt)
     if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
         raise ApiError(400, "prompt must be one text or one list of token ids", "prompt")
-    if prompt and not (0 <= min(prompt) and max(prompt) < tokenizer.size):
+    if prompt and (min(prompt) < 0 or max(prompt) >= tokenizer.size):
         unknown = next(token for token in prompt if not 0 <= token < tokenizer.size)
         raise ApiError(400, f"Token id {unknown} is out of vocabulary", "prompt")
     return prompt
