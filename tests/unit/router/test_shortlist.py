@@ -19,6 +19,7 @@ from pointsman_router.core.placement_types import (
     Candidate,
     Decision,
     FleetView,
+    KvRole,
     KvTransfer,
     Load,
     PlacementRequest,
@@ -27,6 +28,7 @@ from pointsman_router.core.placement_types import (
 )
 from pointsman_router.core.policy.linear import Additive
 from pointsman_router.core.policy.unified import Unified
+from pointsman_router.core.prefill_curve import DEFAULT_CURVE, PrefillCurveFit
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.router_state import RouterState
 from tests.support.interpreter_steps import Steps
@@ -158,6 +160,25 @@ def test_none_of_them_has_a_better_score_than_the_chosen_one(policy: str, seed: 
         assert min(scores.values()) >= scores[chosen.instance_id]
 
 
+def test_a_faster_engine_with_a_request_is_looked_at_beside_many_slow_idle_ones() -> None:
+    router = state("foresight")
+    for number, name in enumerate(NAMES):
+        join(router, name, number, hardware="fast" if number < 4 else "slow")
+    for hardware, factor in (("fast", 1.0), ("slow", 10.0)):
+        fit = router.prefill_observer._fits["m", hardware] = PrefillCurveFit()
+        for tokens in 10 * (1_000, 8_000, 64_000):
+            fit.learn(tokens, 0, factor * DEFAULT_CURVE.cost_s(tokens, 0))
+    for name in NAMES[:4]:
+        place(router, request(name, tokens=100, exclude=tuple(other for other in NAMES if other != name)))
+        router.handle(ev.FirstToken(name), 0.0)
+    asked = request("asked", tokens=20_000)
+    view = router.views.view(asked, "m", 0, 0.0, shortlisted=True)
+    scores = make_policy("foresight").choose(asked, view, random.Random(0)).scores
+    assert min(scores, key=scores.__getitem__) in NAMES[:4]
+    assert 4 <= len(view.candidates) <= 8
+    router.check_invariants()
+
+
 @pytest.mark.parametrize("policy", ["least_requests", "sticky"])
 @given(st.integers(0, 1_000_000), st.integers(0, 60))
 def test_the_fewest_requests_of_all_are_those_of_an_instance_looked_at(policy: str, seed: int, steps: int) -> None:
@@ -183,7 +204,7 @@ def test_what_is_not_looked_at_is_given_in_sums(seed: int, steps: int) -> None:
     assert view.unseen.ongoing_tokens == sum(candidate.ongoing_tokens for candidate in others)
 
 
-@pytest.mark.parametrize("why", ["cordoned", "draining", "suspended"])
+@pytest.mark.parametrize("why", ["cordoned", "draining", "suspended", "out", "producers"])
 def test_instances_that_are_to_get_no_requests_are_in_no_sum(why: str) -> None:
     router = fleet()
     load(router, random.Random(3), 60)
@@ -193,12 +214,21 @@ def test_instances_that_are_to_get_no_requests_are_in_no_sum(why: str) -> None:
             router.handle(ev.OrdersChanged({name: InstanceOrder(cordoned=True) for name in left}), now)
         case "draining":
             router.handle(ev.DrainsChanged(dict.fromkeys(left, "1")), now)
+        case "out":
+            for number, name in enumerate(3 * left):
+                place(router, request(f"fails{number}", exclude=tuple(other for other in NAMES if other != name)))
+                router.handle(ev.Finished(f"fails{number}", "FAILED"), 0.0)
+        case "producers":
+            for name in left:
+                producer = KvTransfer("MOONCAKE", role=KvRole.PRODUCER)
+                join(router, name, 100 + NAMES.index(name), incarnation="2", kv_transfer=producer)
         case _:
             for name in left:
                 router.handle(ev.LoadReported(NAMES.index(name), name, Load(now, suspended="asleep")), now)
     everything = router.views.view(request(), "m", 0, 0.0)
     view = decision_of(router).view
-    others = [one for one in everything.candidates if not one.excluded and view.find(one.instance_id) is None]
+    answering = [one for one in everything.candidates if not one.excluded and not one.produces_only]
+    others = [one for one in answering if view.find(one.instance_id) is None]
     assert view.unseen.instances == len(others) > 0
     assert view.unseen.num_requests == sum(one.num_requests for one in others)
     assert view.unseen.prefilling == sum(one.prefill_backlog.requests > 0 for one in others)

@@ -442,9 +442,9 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 
 class Unseen(msgspec.Struct, frozen=True, gc=False):
-    """Sums over the instances of a large pool that are no candidates of a decision, without those that are cordoned, draining or
-    suspended: their number, their open requests, how many of them compute a prompt, and the input tokens of their open requests.
-    """
+    """Sums over the instances of a large pool that are no candidates of a decision, without those that get no requests (cordoned,
+    draining, suspended, failing, producers of KV): their number, their open requests, how many of them compute a prompt, and the
+    input tokens of their open requests."""
 
     instances: int = 0
     num_requests: int = 0

@@ -9,6 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from heapq import merge
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 from pointsman_router.core.instances.instance_registry import InstanceRecord
@@ -22,11 +24,11 @@ MAX_FULL_VIEW = 64
 MOST_CACHED = 24
 # Number of those besides them, per index, that get no requests and can send what they have cached.
 MOST_SENDING = 4
-# Number of least loaded instances, per order, that are considered in a larger pool.
+# Number of least loaded instances, per order and kind of hardware, that are considered in a larger pool.
 LEAST_LOADED = 16
 # Weight of a token in decode against a token to prefill, as in `unified`.
 DECODE_WEIGHT = 0.01
-# Maximum total length of the lists of instances that are kept (260 bytes per entry).
+# Maximum total length of the lists of instances that are kept (360 bytes per entry).
 MAX_PLACES = 100_000
 # Maximum number of recent changes that are kept for lists that have not applied them yet.
 MAX_CHANGES = 4_096
@@ -56,19 +58,28 @@ class Shortlist(NamedTuple):
 
 
 class PoolLoads:
-    """The instances of a pool that answer to the same names, in two orders: by open requests, then work; and by work, then open
-    requests. `members` must be in ascending order of ids. The orders are correct once `follow` was called for all changes."""
+    """The instances of a pool that answer to the same names, those of each kind of hardware in two orders: by open requests, then
+    work; and by work, then open requests. The sums leave out those that only produce KV, unless all do. `members` must be in
+    ascending order of ids. Orders and sums are correct once `follow` was called for all changes."""
 
     def __init__(self, members: Sequence[InstanceRecord], reservations: Reservations) -> None:
         self.members = members
         self._reservations = reservations
         self._records = {record.info.instance_id: record for record in members}
         self._loads = {name: self._load(name) for name in self._records}
-        self._by_requests: _Order = sorted((load.requests, load.work, name) for name, load in self._loads.items())
-        self._by_work: _Order = sorted((load.work, load.requests, name) for name, load in self._loads.items())
-        self._requests = sum(load.requests for load in self._loads.values())
-        self._prefilling = sum(load.prefills for load in self._loads.values())
-        self._tokens = sum(load.tokens for load in self._loads.values())
+        kinds: dict[str, list[str]] = {}
+        for record in members:
+            kinds.setdefault(record.info.hardware, []).append(record.info.instance_id)
+        self._orders = [self._ordered(names) for names in kinds.values()]
+        self._orders_of = {
+            name: orders for orders, names in zip(self._orders, kinds.values(), strict=True) for name in names
+        }
+        answering = [record.info.instance_id for record in members if not record.info.produces_only]
+        self._counted = frozenset(answering or self._records)
+        counted = [self._loads[name] for name in self._counted]
+        self._requests = sum(load.requests for load in counted)
+        self._prefilling = sum(load.prefills for load in counted)
+        self._tokens = sum(load.tokens for load in counted)
         self._masks: dict[PrefixIndex, tuple[int, int]] = {}
 
     def follow(self, instance_ids: Iterable[str] | None) -> None:
@@ -78,11 +89,13 @@ class PoolLoads:
             was, now = self._loads[name], self._load(name)
             if was != now:
                 self._loads[name] = now
-                _move(self._by_requests, (was.requests, was.work, name), (now.requests, now.work, name))
-                _move(self._by_work, (was.work, was.requests, name), (now.work, now.requests, name))
-                self._requests += now.requests - was.requests
-                self._prefilling += now.prefills - was.prefills
-                self._tokens += now.tokens - was.tokens
+                by_requests, by_work = self._orders_of[name]
+                _move(by_requests, (was.requests, was.work, name), (now.requests, now.work, name))
+                _move(by_work, (was.work, was.requests, name), (now.work, now.requests, name))
+                if name in self._counted:
+                    self._requests += now.requests - was.requests
+                    self._prefilling += now.prefills - was.prefills
+                    self._tokens += now.tokens - was.tokens
 
     def chosen(
         self,
@@ -96,18 +109,22 @@ class PoolLoads:
         """Return the instances to consider; none if none is eligible.
 
         They are those that are `named`, and of the `eligible` ones those that hold most of `keys` in each index and the least
-        loaded. Among equally loaded ones, `turn` (the number of the pool's decisions so far) decides. Besides them come those of
-        the others that hold most of `keys` and of which `sends` says that they can send them.
+        loaded of each kind of hardware: the load does not tell how fast an instance is. Among equally loaded ones, `turn` (the
+        number of the pool's decisions so far) decides. Besides them come those of the others that hold most of `keys` and of
+        which `sends` says that they can send them.
         """
         found: dict[str, InstanceRecord] = {}
-        for order in (self._by_requests, self._by_work):
-            room = LEAST_LOADED
-            for _, _, name in _from_turn(order, turn):
-                if name in found or eligible(self._records[name]):
-                    found[name] = self._records[name]
-                    room -= 1
-                    if not room:
-                        break
+        for orders in self._orders:
+            for order in orders:
+                room = LEAST_LOADED
+                for _, _, name in _from_turn(order, turn):
+                    if name in found or eligible(self._records[name]):
+                        found[name] = self._records[name]
+                        room -= 1
+                        if not room:
+                            break
+                if room == LEAST_LOADED:  # none of the kind is eligible
+                    break
         blocks: dict[PrefixIndex, Mapping[str, int]] = {}
         if not found:
             return Shortlist([], blocks)
@@ -120,12 +137,10 @@ class PoolLoads:
     def unseen(self, seen: Sequence[InstanceRecord], unwanted: Collection[str] = ()) -> Unseen:
         """Return the sums over all instances that are not in `seen`, without the `unwanted` ones, which get no requests. O(seen +
         unwanted)."""
-        loads = [self._loads[record.info.instance_id] for record in seen]
-        if unwanted:
-            names = {record.info.instance_id for record in seen}
-            loads += [self._loads[name] for name in unwanted if name in self._loads and name not in names]
+        left_out = {record.info.instance_id for record in seen}.union(unwanted) & self._counted
+        loads = [self._loads[name] for name in left_out]
         return Unseen(
-            instances=len(self._loads) - len(loads),
+            instances=len(self._counted) - len(loads),
             num_requests=self._requests - sum([load.requests for load in loads]),
             prefilling=self._prefilling - sum([load.prefills for load in loads]),
             ongoing_tokens=self._tokens - sum([load.tokens for load in loads]),
@@ -134,11 +149,18 @@ class PoolLoads:
     def check_invariants(self) -> None:
         """Raise AssertionError if the orders or the sums differ from the instances' current loads."""
         assert self._loads == {name: self._load(name) for name in self._records}
-        assert self._by_requests == sorted((load.requests, load.work, name) for name, load in self._loads.items())
-        assert self._by_work == sorted((load.work, load.requests, name) for name, load in self._loads.items())
-        assert self._requests == sum(load.requests for load in self._loads.values())
-        assert self._prefilling == sum(load.prefills for load in self._loads.values())
-        assert self._tokens == sum(load.tokens for load in self._loads.values())
+        names = [[name for _, _, name in by_work] for _, by_work in self._orders]
+        assert self._orders == list(map(self._ordered, names))
+        assert sorted(chain(*names)) == list(self._records)
+        counted = [self._loads[name] for name in self._counted]
+        assert self._requests == sum(load.requests for load in counted)
+        assert self._prefilling == sum(load.prefills for load in counted)
+        assert self._tokens == sum(load.tokens for load in counted)
+
+    def _ordered(self, names: Iterable[str]) -> tuple[_Order, _Order]:
+        loads = [(self._loads[name], name) for name in names]
+        by_requests = sorted((load.requests, load.work, name) for load, name in loads)
+        return by_requests, sorted((load.work, load.requests, name) for load, name in loads)
 
     def _load(self, instance_id: str) -> _Load:
         counters = self._reservations.counters(instance_id)
@@ -177,7 +199,8 @@ class PoolLoads:
         return mask
 
     def _holding(self, mask: int, index: PrefixIndex) -> Iterator[str]:
-        return (name for _, _, name in self._by_work if index.mask((name,)) & mask)
+        by_work = merge(*(by_work for _, by_work in self._orders))
+        return (name for _, _, name in by_work if index.mask((name,)) & mask)
 
 
 class KeptLoads:

@@ -312,8 +312,14 @@ class _Pool:
 
     @property
     def unwanted(self) -> Collection[str]:
-        """The instances that operators or the engines themselves want no requests on."""
-        return self._tiers[_UNWANTED].keys()
+        """The instances that get no requests: those that operators or the engines themselves want none on, and those that fail
+        while others do not."""
+        wanted = self._announced()
+        return list(chain.from_iterable(infos for infos in self._tiers if infos is not wanted))
+
+    def _announced(self) -> dict[str, InstanceInfo]:
+        # Instances that fail are better than none, as in the router's own decisions.
+        return next(filter(None, self._tiers[:_UNWANTED]), {})
 
     def names(self) -> set[str]:
         """Return all names that instances answer to, besides the pool's name."""
@@ -322,8 +328,7 @@ class _Pool:
     def info(self) -> PoolInfo:
         """Return what gateways are sent about the pool; the same object until it changes."""
         if self._info is None:
-            # Instances that fail are better than none, as in the router's own decisions.
-            announced = next(filter(None, self._tiers[:_UNWANTED]), {})
+            announced = self._announced()
             self._info = PoolInfo(
                 model=self.model,
                 served_names=tuple(
@@ -476,7 +481,7 @@ class InstanceRegistry:
         return known is not None and known.has_healthy
 
     def unwanted(self, pool: str) -> Collection[str]:
-        """Return the ids of the pool's instances that operators or the engines themselves want no requests on."""
+        """Return the ids of the pool's instances that get no requests (_Pool.unwanted)."""
         known = self._pools.get(pool)
         return known.unwanted if known is not None else ()
 

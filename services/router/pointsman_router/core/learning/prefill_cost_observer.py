@@ -261,7 +261,7 @@ class PrefillObserver:
                 instance_id
             )
             untold = bool(queue) and queue[0] in watched.whole and queue[0] not in watched.opened
-            first = next(iter(watched.opened if untold else queue), None)
+            first = next(iter(list(watched.opened) if untold else queue), None)
             assert self._first(instance_id, watched) == first, instance_id
             assert all(self._reservations.get(request_id) is not None for request_id in watched.whole), instance_id
             for request_id in watched.opened:

@@ -295,8 +295,6 @@ class Reservations:
             counters.add_pending(moved, 1)
             if moved.pending_tokens != reservation.pending_tokens:
                 self._follow_pending(moved, before=reservation.pending_tokens)
-                if not moved.pending_tokens:
-                    self._turn.freed[moved.pool] = None
         return self._open.get(request_id)
 
     def lease(self, request_id: str, until: float | None) -> Reservation:
