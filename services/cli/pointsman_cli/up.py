@@ -168,7 +168,7 @@ def run_up(settings: UpSettings) -> None:
 
 
 def _found_engines(settings: UpSettings) -> list[str]:
-    engines, asked = find_engines([parse_address(address).port for _, address in _addresses(settings)])
+    engines, asked = find_engines(_loopback_ports(settings))
     if not engines:
         said = (
             f"none of the {asked} ports that listen on this host is a vLLM server's"
@@ -233,6 +233,12 @@ def _addresses(settings: UpSettings) -> Iterator[tuple[str, str]]:
             yield name, address
 
 
+def _loopback_ports(settings: UpSettings) -> dict[int, str]:
+    """Return the ports that are listened on at a loopback address, if only among others, each with the setting's name."""
+    addresses = [(name, parse_address(address)) for name, address in _addresses(settings)]
+    return {there.port: name for name, there in addresses if there.is_wildcard or there.host in _LOOPBACK}
+
+
 def unusable_addresses(settings: UpSettings) -> list[str]:
     """Return one message, with what holds the address and the reason, for each address that cannot be listened on, and for each
     engine that has one of them.
@@ -250,11 +256,12 @@ def unusable_addresses(settings: UpSettings) -> list[str]:
             bound_socket(parse_address(address)).close()
         except OSError as error:
             found.append(f"{holder} {address}: {reason_of(error)}")
-    ports = {parse_address(address).port: holder for address, holder in holders.items()}
+    ports = _loopback_ports(settings)
     for url in (parse_engine_address(text).url for text in settings.engine):
         there = address_of_url(url)
         if there.host in _LOOPBACK and there.port in ports:
-            found.append(f"{holder_of(UpSettings, 'engine')} {url}: {ports[there.port]} has the same address")
+            other = holder_of(UpSettings, ports[there.port])
+            found.append(f"{holder_of(UpSettings, 'engine')} {url}: {other} has the same address")
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,19 @@ def test_no_address_of_its_own_is_an_engine_s() -> None:
     given: dict[str, Any] = dict.fromkeys(("picker", "router_metrics", "console", "agent_metrics"), "")
     settings = UpSettings(engine=["http://localhost:8080?gpus=0", "http://b:8080"], listen="0.0.0.0:8080", **given)
     assert unusable_addresses(settings)[-1] == "--engine http://localhost:8080: --listen has the same address"
+
+
+def test_an_engine_may_have_the_port_of_an_address_of_another_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = dict.fromkeys(("picker", "router_metrics", "console"), "")
+    settings = UpSettings(engine=[ENGINE], listen="192.0.2.1:8000", agent_metrics=":9101", **given)
+    assert not [problem for problem in unusable_addresses(settings) if "the same address" in problem]
+
+    def found(without: Collection[int]) -> tuple[list[str], int]:
+        assert sorted(without) == [9101, 50051]
+        return [ENGINE], 1
+
+    monkeypatch.setattr(up, "find_engines", found)
+    assert up._found_engines(settings) == [ENGINE]
 
 
 @pytest.mark.parametrize(
