@@ -218,6 +218,29 @@ class FakeEngine:
         await self._site.stop()
 
 
+@dataclass
+class Prefilling(FakeEngine):
+    """A stream begins with what vLLM sends before the prompt is computed, and waits for `gate`; in mode "cut" its connection is
+    closed then."""
+
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    prefilling: int = 0  # streams that have begun
+
+    async def _stream(self, request: web.Request, script: Script) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await answer.prepare(request)
+        before, words, after = script.events()
+        # Other APIs have nothing of this kind, but for the comments of --sse-keep-alive-interval.
+        await answer.write(before.pop(0) if script.kind is Endpoint.RESPONSES else b": keep-alive\n\n")
+        self.prefilling += 1
+        await self.gate.wait()
+        if self.mode == "cut":
+            return _cut(request, answer)
+        for event in [*before, *words, *after]:
+            await answer.write(event)
+        return answer
+
+
 def _scaling() -> web.Response:
     error = {"message": "scaling at 10.0.0.7", "type": "ServiceUnavailableError", "code": 503}
     return web.json_response({"error": error}, status=503, headers={"Retry-After": "3"})

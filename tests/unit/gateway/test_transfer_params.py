@@ -60,7 +60,14 @@ def test_another_apis_prompt_is_sent_as_the_chat_that_it_is() -> None:
 
 
 def test_a_prefill_asks_for_no_logprobs_and_does_not_get_its_prompt_back() -> None:
-    made = call(stream=True, logprobs=True, logprob_token_ids=[5], return_token_ids=True, return_prompt_text=True)
+    made = call(
+        stream=True,
+        logprobs=True,
+        top_logprobs=2,
+        logprob_token_ids=[5],
+        return_token_ids=True,
+        return_prompt_text=True,
+    )
     body = kv.prefill_request(made, {})[1].decode()
     assert "logprob" not in body
     assert "return" not in body
