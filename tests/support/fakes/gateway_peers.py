@@ -34,6 +34,9 @@ from tests.support.waiting import eventually
 BEGUN = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
 EMBEDDING = b"\x00\x00\x00?\x00\x00\x00\xbf"  # 0.5 and -0.5
 GIVEN_UP = b'data: {"choices":[{"index":0,"delta":{"content":""},"finish_reason":"abort"}]}\n\n'
+# The events with which it aborts Messages, which tell no other reason for their end.
+NO_REASON = b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":null},"usage":{}}\n\n'
+NO_REASON += b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
 
 @dataclass
@@ -120,7 +123,9 @@ class FakeEngine:
                 self.stored[body.get("request_id", "")] = script.whole()
             if not body.get("stream"):
                 whole = script.whole()
-                if self.mode == "stopped":
+                if self.mode == "stopped" and kind is Endpoint.MESSAGES:
+                    del whole["stop_reason"]
+                elif self.mode == "stopped":
                     whole["choices"][0]["finish_reason"] = "abort"
                 return web.json_response(whole)
             return await self._stream(request, script)
@@ -134,14 +139,16 @@ class FakeEngine:
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", "Server": "secret"})
         await answer.prepare(request)
         before, words, after = script.events()
+        if self.mode == "stopped" and self.hold is None:
+            messages = script.kind is Endpoint.MESSAGES
+            words = [b"".join([*before, NO_REASON if messages else GIVEN_UP])]
+            before, after = [], [] if messages else after
         for event in before:
             await answer.write(event)
         if self.mode in ("told", "broken"):
             if script.kind is Endpoint.CHAT:
                 await answer.write(BEGUN)
             return await _confess(answer, script.kind) if self.mode == "told" else _cut(request, answer)
-        if self.mode == "stopped" and self.hold is None:
-            words = [GIVEN_UP]
         for at, event in enumerate(words):
             await answer.write(event)
             if at == 0 and self.hold is not None:

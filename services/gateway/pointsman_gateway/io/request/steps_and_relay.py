@@ -348,7 +348,8 @@ class EngineSteps:
                     return ev.ResponseRejected(answer.status)
                 counted = answer.headers.get(METADATA).encode("latin-1") if in_bytes else body
                 usage = usage_of(counted, call.endpoint)
-                if usage.finish_reason == "abort":
+                # Of Messages that are aborted vLLM tells no reason.
+                if usage.finish_reason == ("" if call.endpoint is Endpoint.MESSAGES else "abort"):
                     raise AbortedByEngine
                 self._record_usage(attempt, usage)
                 body = self._own_prefills.corrected(step.target.instance_id, body)
