@@ -269,11 +269,14 @@ async def test_an_instance_that_dies_while_it_answers_ends_the_stream_with_an_er
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_an_instance_gives_up_before_its_first_word_is_answered_by_another(up: Stack, stream: bool) -> None:
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_what_an_instance_gives_up_before_its_first_word_is_answered_by_another(
+    up: Stack, path: str, stream: bool
+) -> None:
     up.engines[0].mode = "stopped"
     async with (
         aiohttp.ClientSession() as http,
-        http.post(f"{up.url}/v1/chat/completions", json=CHAT | {"stream": stream}) as answer,
+        http.post(up.url + path, json=CHAT | {"max_tokens": 64, "stream": stream}) as answer,
     ):
         body = await answer.read()
     assert answer.headers["X-Pointsman-Instance"] == "i1"

@@ -18,7 +18,7 @@ from pointsman_common.core.block_keys import prompt_keys
 from pointsman_gateway.core.api import ROUTES, Endpoint, parse
 from pointsman_gateway.core.stored_responses import response_id
 from pointsman_gateway.io.request import unplaced_proxy
-from tests.support.fakes.gateway_peers import EMBEDDING, MODEL, Stack, refusal, stack
+from tests.support.fakes.gateway_peers import EMBEDDING, MODEL, Prefilling, Stack, refusal, stack
 from tests.support.gateway_requests import BODIES, MESSAGES, RESPONSES, WORDS, ask, claude, finished, gpt
 from tests.support.waiting import eventually
 
@@ -64,6 +64,37 @@ async def test_openais_client_gets_responses(up: Stack) -> None:
         events = [event async for event in await client.responses.create(**RESPONSES, stream=True)]
     assert [event.type for event in events][0::7] == ["response.created", "response.completed"]
     assert_exact(up, Endpoint.RESPONSES, RESPONSES, await finished(up, 2))
+
+
+@pytest.mark.parametrize("kind", [Endpoint.RESPONSES, Endpoint.CHAT, Endpoint.COMPLETION])
+async def test_what_an_engine_streams_before_it_computes_the_prompt_is_no_first_token(
+    tmp_path: Path, kind: Endpoint
+) -> None:
+    async with stack(tmp_path, engine=Prefilling) as up, aiohttp.ClientSession() as http:
+        first, second = up.engines
+        assert isinstance(first, Prefilling)
+        assert isinstance(second, Prefilling)
+        first.mode = "cut"
+
+        async def read() -> bytes:
+            async with http.post(up.url + kind.value, json=BODIES[kind] | {"stream": True}) as answer:
+                return await answer.read()
+
+        asking = asyncio.create_task(read())
+        await eventually(lambda: first.prefilling)
+        first.gate.set()
+        await eventually(lambda: second.prefilling)
+        assert up.router.first_tokens == []
+        second.gate.set()
+        raw = await asking
+        assert raw.count(b"set.") >= 1
+        assert raw.count(b"response.created") == (2 if kind is Endpoint.RESPONSES else 0), (
+            "the event's name and its type"
+        )
+        await finished(up, 2)
+        outcomes = [placement_pb2.OUTCOME_FAILED, placement_pb2.OUTCOME_OK]
+        assert [finish.outcome for finish in up.router.finished] == outcomes
+        assert [token.request_id for token in up.router.first_tokens] == [up.router.places[1].request_id]
 
 
 @pytest.mark.parametrize("stream", [False, True])

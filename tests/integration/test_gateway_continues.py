@@ -69,7 +69,7 @@ async def text_of(up: Stack, **headers: str) -> tuple[str, list[dict[str, Any]]]
     ):
         assert answer.status == 200, await answer.text()
         raw = await answer.text()
-    assert not any(line.startswith(":") for line in raw.splitlines()), raw
+    assert not any(line.startswith(":") and line != ": keep-alive" for line in raw.splitlines()), raw
     assert raw.count("data: [DONE]") <= 1
     events = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")]
     assert sum("role" in event["choices"][0]["delta"] for event in events if event.get("choices")) <= 1
@@ -135,6 +135,16 @@ async def test_an_engine_without_the_package_gets_the_text_to_continue(up: Stack
     failed, ended = up.router.finished
     assert (failed.outcome, ended.outcome) == (placement_pb2.OUTCOME_FAILED, placement_pb2.OUTCOME_OK)
     assert ended.output_tokens == len(WORDS) - 20
+
+
+@pytest.mark.parametrize("tells", [True, False])
+async def test_an_answer_goes_on_whatever_comments_keep_its_stream_alive(up: Stack, tells: bool) -> None:
+    for engine in up.engines:
+        assert isinstance(engine, TellingEngine)
+        engine.tells, engine.keeps_alive = tells, True
+    first(up).mode = "cut"
+    assert await text_of(up) == ("".join(WORDS), [])
+    assert [place.resumed for place in up.router.places] == [False, True]
 
 
 async def test_begun_texts_of_many_requests_of_one_tenant_delay_another_by_one(
@@ -286,10 +296,11 @@ async def test_a_request_whose_answer_has_not_begun_is_asked_anew(up: Stack) -> 
     assert (left.outcome, up.router.places[1].resumed) == (placement_pb2.OUTCOME_CANCELLED, False)
 
 
-async def test_a_kv_transfer_that_failed_is_seen_behind_a_comment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fetches", ["told error", "error kept alive"])
+async def test_a_kv_transfer_that_failed_is_seen_behind_a_comment(tmp_path: Path, fetches: str) -> None:
     async with offload_stack(tmp_path) as running:
         _, d = p_and_d(running)
-        d.fetches = "told error"
+        d.fetches = fetches
         stream = {"model": MODEL, "messages": BODY["messages"], "stream": True}
         assert await answered(running, stream) == ("i1", "The points are set.")
         assert [done.error for done in running.router.step_dones][-1] == "the answer began with an error"

@@ -15,6 +15,7 @@ from prometheus_client import generate_latest
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.api import Endpoint, parse
 from pointsman_gateway.core.pool_state import TokenizerStatus
 from pointsman_gateway.io import tokenizer_files
 from tests.support.fakes.gateway_peers import MODEL, Stack, stack
@@ -30,6 +31,7 @@ from tests.support.fakes.offloading_peers import (
     p_and_d,
     reported_steps,
 )
+from tests.support.gateway_requests import BODIES
 from tests.support.tiny_tokenizer import CHATML
 from tests.support.waiting import eventually
 
@@ -89,6 +91,25 @@ async def test_what_cannot_bring_the_kv_along_finds_it_in_the_cache(up: Stack, b
     assert pulled == sent | {"kv_transfer_params": fetched}
     ((_, served, _),) = d.requests
     assert served == body
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        (Endpoint.MESSAGES, {"thinking": {"type": "disabled"}, "tools": []}),
+        (Endpoint.RESPONSES, {"tools": [{"type": "web_search"}]}),
+    ],
+)
+async def test_the_prompt_of_another_api_is_sent_as_its_tokens(up: Stack, kind: Endpoint, more: dict[str, Any]) -> None:
+    p, d = p_and_d(up)
+    body = BODIES[kind] | more
+    async with aiohttp.ClientSession() as http, http.post(up.url + kind.value, json=body) as answer:
+        assert (answer.status, answer.headers["X-Pointsman-Instance"]) == (200, "i1")
+    ((_, sent, _),), ((_, pulled, fetched),) = p.halves, d.halves
+    assert sent["prompt"] == p.tokenizer.prompt(parse(kind, json.dumps(body).encode())).ids.tolist()
+    assert pulled == sent | {"kv_transfer_params": fetched}
+    ((path, _, _),) = d.requests
+    assert path == kind.value
 
 
 @pytest.mark.parametrize("body", [CHAT, STREAM], ids=["whole", "stream"])

@@ -261,6 +261,10 @@ class EngineApp:
             writer.start(len(params.prompt))
             writer.pieces(self._pieces(before, reader), "")
         begun, first = bool(before), b":\n\n" if before else b""
+        if continued is None and isinstance(writer, responses_api.ResponseEvents):
+            # As vLLM does, before the prompt is computed.
+            await response.write(writer.start(len(params.prompt)))
+            begun = True
         waiting: list[int] = []
         try:
             while part := await stream.read():

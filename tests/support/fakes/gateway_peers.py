@@ -34,6 +34,9 @@ from tests.support.waiting import eventually
 BEGUN = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
 EMBEDDING = b"\x00\x00\x00?\x00\x00\x00\xbf"  # 0.5 and -0.5
 GIVEN_UP = b'data: {"choices":[{"index":0,"delta":{"content":""},"finish_reason":"abort"}]}\n\n'
+# The events with which it aborts Messages, which tell no other reason for their end.
+NO_REASON = b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":null},"usage":{}}\n\n'
+NO_REASON += b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
 
 @dataclass
@@ -120,7 +123,9 @@ class FakeEngine:
                 self.stored[body.get("request_id", "")] = script.whole()
             if not body.get("stream"):
                 whole = script.whole()
-                if self.mode == "stopped":
+                if self.mode == "stopped" and kind is Endpoint.MESSAGES:
+                    del whole["stop_reason"]
+                elif self.mode == "stopped":
                     whole["choices"][0]["finish_reason"] = "abort"
                 return web.json_response(whole)
             return await self._stream(request, script)
@@ -134,14 +139,16 @@ class FakeEngine:
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", "Server": "secret"})
         await answer.prepare(request)
         before, words, after = script.events()
+        if self.mode == "stopped" and self.hold is None:
+            messages = script.kind is Endpoint.MESSAGES
+            words = [b"".join([*before, NO_REASON if messages else GIVEN_UP])]
+            before, after = [], [] if messages else after
         for event in before:
             await answer.write(event)
         if self.mode in ("told", "broken"):
             if script.kind is Endpoint.CHAT:
                 await answer.write(BEGUN)
             return await _confess(answer, script.kind) if self.mode == "told" else _cut(request, answer)
-        if self.mode == "stopped" and self.hold is None:
-            words = [GIVEN_UP]
         for at, event in enumerate(words):
             await answer.write(event)
             if at == 0 and self.hold is not None:
@@ -216,6 +223,29 @@ class FakeEngine:
     async def stop_listening(self) -> None:
         """Stop accepting connections; open ones stay."""
         await self._site.stop()
+
+
+@dataclass
+class Prefilling(FakeEngine):
+    """A stream begins with what vLLM sends before the prompt is computed, and waits for `gate`; in mode "cut" its connection is
+    closed then."""
+
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    prefilling: int = 0  # streams that have begun
+
+    async def _stream(self, request: web.Request, script: Script) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await answer.prepare(request)
+        before, words, after = script.events()
+        # Other APIs have nothing of this kind, but for the comments of --sse-keep-alive-interval.
+        await answer.write(before.pop(0) if script.kind is Endpoint.RESPONSES else b": keep-alive\n\n")
+        self.prefilling += 1
+        await self.gate.wait()
+        if self.mode == "cut":
+            return _cut(request, answer)
+        for event in [*before, *words, *after]:
+            await answer.write(event)
+        return answer
 
 
 def _scaling() -> web.Response:

@@ -40,7 +40,8 @@ class KvEngine(FakeEngine):
     """An engine with a KV connector.
 
     `sends` and `fetches` set its behaviour in the two halves of a transfer: ok, 400, 500, hang, early (the answer ends by a stop
-    token), error (a stream that begins with an error; told error: after a comment), reset, wait (until `go` is set, then ok).
+    token), error (a stream that begins with an error; told error, error kept alive: after a comment), reset, wait (until `go`
+    is set, then ok).
     """
 
     sends: str = "ok"
@@ -82,11 +83,13 @@ class KvEngine(FakeEngine):
             assert request.transport is not None
             request.transport.close()
             return web.Response()
-        if does in ("error", "told error"):
+        if does in ("error", "told error", "error kept alive"):
             answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await answer.prepare(request)
             if does == "told error":  # As an engine with the connector package writes it.
                 await answer.write(b":\n\n")
+            if does == "error kept alive":
+                await answer.write(b": keep-alive\n\n")
             await answer.write(b'data: {"error": {"message": "KV load failed"}}\n\ndata: [DONE]\n\n')
             return answer
         if body.get("stream"):

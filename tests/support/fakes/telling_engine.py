@@ -23,6 +23,7 @@ class TellingEngine(FakeEngine):
 
     words_before: int = 2
     tells: bool = True
+    keeps_alive: bool = False  # whether comments precede the words, as with vLLM's --sse-keep-alive-interval
     go: asyncio.Event = field(default_factory=asyncio.Event)
     continued_texts: list[str] = field(default_factory=list)
 
@@ -40,6 +41,8 @@ class TellingEngine(FakeEngine):
         assert begun is None or list(begun.ids) == list(range(FIRST_ID, FIRST_ID + there))
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await answer.prepare(request)
+        if self.keeps_alive:
+            await answer.write(b": keep-alive\n\n")
         if begun is not None and there:
             await answer.write(b":\n\n")
         if begun is None:
@@ -52,6 +55,8 @@ class TellingEngine(FakeEngine):
                     request.transport.close()
                     return answer
                 await self.go.wait()
+            if self.keeps_alive:
+                await answer.write(b": keep-alive\n\n")
             if at >= there:
                 last = at == len(words) - 1
                 await answer.write(event if begun is None else with_comment([FIRST_ID + at], event, complete=last))

@@ -159,6 +159,24 @@ async def test_nobody_who_reads_means_nothing_is_read() -> None:
         assert len(await whole(answer)) == large
 
 
+async def test_a_preamble_is_waited_out_however_long_it_is() -> None:
+    async with instance() as there, pool() as here:
+        size = 5 * HIGH_WATER
+        head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
+        there.answers = [
+            [head % (size + 1), b"x" * size + b"y"],
+            [head % size, b"x" * size],
+            [head % (size + 1), b"x" * size],
+        ]
+        answer = await ask(there, here)
+        assert await answer.begun(lambda arrived: b"y" not in arrived)
+        assert len(answer.arrived) == size + 1
+        assert not await (await ask(there, here)).begun(lambda arrived: True)
+        there.after = "close"
+        with pytest.raises(UpstreamError, match="broke off"):
+            await (await ask(there, here)).begun(lambda arrived: True)
+
+
 async def test_silence_within_an_answer_ends_it_unless_we_do_not_listen() -> None:
     async with instance() as there, pool(idle_s=60.0) as here:
         there.answers = [[WHOLE[:-1]]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -84,6 +85,24 @@ def test_usage_of_a_whole_answer(endpoint: Endpoint) -> None:
     assert usage_of(json.dumps({"usage": USAGES[endpoint]}).encode(), endpoint) == Usage(7, 4, 3)
     for odd in (b"", b"[]", b"{", b'{"usage": 3}', b'{"usage": {"prompt_tokens": "7", "input_tokens": -1}}'):
         assert usage_of(odd, endpoint) == Usage()
+
+
+@pytest.mark.parametrize("odd", [{"choices": ["stop"]}, {"choices": {}, "output": 5}, {"output": [None]}])
+@pytest.mark.parametrize("endpoint", USAGES)
+def test_usage_beside_fields_of_odd_types(endpoint: Endpoint, odd: dict[str, Any]) -> None:
+    assert usage_of(json.dumps({"usage": USAGES[endpoint], **odd}).encode(), endpoint) == Usage(7, 4, 3)
+
+
+def test_a_large_answer_is_not_decoded_for_its_usage() -> None:
+    token = {"5": {"logprob": -1.5, "rank": 1, "decoded_token": "w"}}
+    choices = [{"index": 0, "text": "w", "prompt_logprobs": [token] * 20_000, "finish_reason": "length"}]
+    body = json.dumps({"choices": choices, "usage": OPENAI}).encode()
+    tracemalloc.start()
+    try:
+        assert usage_of(body, Endpoint.COMPLETION) == Usage(7, 4, 3, "length")
+        assert tracemalloc.get_traced_memory()[1] < 100_000 < len(body)
+    finally:
+        tracemalloc.stop()
 
 
 def test_without_cache_figures_anthropics_input_is_the_prompt() -> None:

@@ -230,6 +230,11 @@ SAFE = "lost <address> and <address> no KV"
         ),
         (Endpoint.COMPLETION, {"choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}, {"error": GAVE_UP}),
         (
+            Endpoint.MESSAGES,
+            {"type": "message_delta", "delta": {"stop_reason": None, "stop_sequence": None}, "usage": {}},
+            {"type": "error", "error": {"type": "api_error", "message": GAVE_UP["message"]}},
+        ),
+        (
             Endpoint.CHAT,
             {"error": {"message": TRACE[6:]}},
             {"error": {"message": "The engine reported an error.", "type": None, "param": None, "code": None}},
@@ -289,6 +294,9 @@ def test_an_engines_own_error_says_no_more_than_an_error_body_would(
         b'event: response.created\ndata: {"response":{"error":null,"status":"in_progress"},"type":"response.created"}',
         b'data: {"delta":"error","type":"response.output_text.delta"}',
         b'data: {"error":null,"choices":[]}',
+        b'event: message_start\ndata: {"type":"message_start","message":{"content":[],"stop_reason":null}}',
+        b'data: {"type":"content_block_delta","delta":{"partial_json":"{\\"delta\\":{\\"stop_reason\\":null}"}}',
+        b'data: {"type":"message_delta","delta":{"stop_reason":"end_turn","stop_sequence":null},"usage":{}}',
         b'data: {"choices":[{"delta":{"content":"\\"finish_reason\\":\\"abort\\""},"finish_reason":"stop"}]}',
         b'data: {"choices":[{"delta":{"content":"abort"},"finish_reason":null}]}',
         b': "error"',

@@ -192,8 +192,11 @@ def test_events_are_collected_from_their_choices_on_and_up_to_a_limit() -> None:
     for text in ("a", "b"):
         passed = b"%x\r\n%b\r\n" % (len(chunk(text)), chunk(text))
         assert events.pass_whole(passed) == passed
+    for kept_alive in (b": keep-alive\n\n", b": keep-alive\n\n" + chunk("c")):
+        assert not events.pass_whole(b"%x\r\n%b\r\n" % (len(kept_alive), kept_alive))
+        assert events.feed(kept_alive) == kept_alive
     assert events.has_text
-    assert text_of(Endpoint.CHAT, bytes(events.texts)) == "ab"
+    assert text_of(Endpoint.CHAT, bytes(events.texts)) == "abc"
     assert events.feed(b'data: {"error": {"message": "x"}}\n\n') == b"", "another engine goes on"
     events.begin_again()
     events.feed(chunk("c" * 400))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,24 @@ def test_how_a_call_can_be_offloaded(made: ApiCall, inline_kv_transfer: bool, wh
     assert (kv.supports_inline_kv_transfer(made), kv.transfer_obstacle(made)) == (inline_kv_transfer, why)
 
 
-def test_another_apis_prompt_is_sent_as_the_chat_that_it_is() -> None:
+@pytest.mark.parametrize(
+    "made",
+    [
+        call(Endpoint.MESSAGES, max_tokens=9, thinking={"type": "disabled"}),
+        call(Endpoint.MESSAGES, max_tokens=9, tools=[], cache_salt="s"),
+        call(Endpoint.RESPONSES, input="hi", tools=[{"type": "web_search"}]),
+    ],
+)
+def test_another_apis_prompt_is_sent_as_its_tokens(made: ApiCall) -> None:
+    assert not kv.transfer_obstacle(made)
+    ids = array("I", [1, 2, 3])
+    assert kv.prefill_request(made, {"transfer_id": "t"}, ids) == kv.prefix_request(
+        made, [1, 2, 3], {"transfer_id": "t"}
+    )
+    assert kv.prefill_request(call(), {}, ids) == kv.prefill_request(call(), {}), "a chat has tools that are parsed"
+
+
+def test_another_apis_prompt_with_media_is_sent_as_the_chat_that_it_is() -> None:
     made = call(Endpoint.MESSAGES, max_tokens=9, system="be brief", cache_salt="s", stop_sequences=["x"])
     path, raw = kv.prefill_request(made, {"transfer_id": "t"})
     body = json.loads(raw)
@@ -60,7 +78,14 @@ def test_another_apis_prompt_is_sent_as_the_chat_that_it_is() -> None:
 
 
 def test_a_prefill_asks_for_no_logprobs_and_does_not_get_its_prompt_back() -> None:
-    made = call(stream=True, logprobs=True, logprob_token_ids=[5], return_token_ids=True, return_prompt_text=True)
+    made = call(
+        stream=True,
+        logprobs=True,
+        top_logprobs=2,
+        logprob_token_ids=[5],
+        return_token_ids=True,
+        return_prompt_text=True,
+    )
     body = kv.prefill_request(made, {})[1].decode()
     assert "logprob" not in body
     assert "return" not in body

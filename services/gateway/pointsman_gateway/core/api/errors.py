@@ -45,7 +45,10 @@ _ADDRESS = re.compile(
 
 _BEGINS_WITH_ERROR = re.compile(rb'\s*(?:event: ?error|data: ?\{\s*"(?:error"|object": ?"error))')
 # What an aborted answer has, and a part of it that is found sooner. A response tells of no abort, and repeats its request.
-_ABORTED = {ErrorFormat.OPENAI: (b'"abort"', re.compile(rb'"finish_reason":\s?"abort"'))}
+_ABORTED = {
+    ErrorFormat.OPENAI: (b'"abort"', re.compile(rb'"finish_reason":\s?"abort"')),
+    ErrorFormat.ANTHROPIC: (b'"stop_reason"', re.compile(rb'"delta":\s?\{"stop_reason":\s?null')),
+}
 _TRACE = "Traceback (most recent call last)"
 _REPORTED = "The engine reported an error."
 # Default Retry-After of a 429 or 503, s.

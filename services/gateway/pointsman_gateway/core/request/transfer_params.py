@@ -1,9 +1,9 @@
 """Builds the bodies of the two requests of a KV transfer (the prefill on P, the answer on D from P's KV), and reads P's answers.
 
 Both engines must see the same prompt, or D would read KV of other tokens. So P gets the client's own body without the fields that
-affect only the answer. D's request carries the KV transfer parameters only if no field was removed that a chat template might
-show. Otherwise, and for answers whose first byte does not show that the transfer succeeded, a request like P's pulls the KV into
-D's prefix cache. The client's own request then uses what is really its prefix.
+affect only the answer, or the prompt's tokens. D's request carries the KV transfer parameters only if no field was removed that
+a chat template might show. Otherwise, and for answers whose first byte does not show that the transfer succeeded, a request like
+P's pulls the KV into D's prefix cache. The client's own request then uses what is really its prefix.
 
 To fetch a prefix that P has cached, both get its token ids alone. A truncated prompt at P beside the whole one at D must not be
 sent: both connectors count blocks from the end of the prompt, so that D would read KV of other tokens.
@@ -95,10 +95,13 @@ def supports_inline_kv_transfer(call: ApiCall) -> bool:
     return not several and not hidden and not transfer_obstacle(call)
 
 
-def prefill_request(call: ApiCall, params: Params) -> tuple[str, bytes]:
+def prefill_request(call: ApiCall, params: Params, ids: Sequence[int] | None = None) -> tuple[str, bytes]:
     """Return path and body of a request that computes the KV of the call's prompt: one output token, not streamed. The call has
-    no transfer_obstacle(). It may have dropped its values, so the prompt is that of its payload."""
+    no transfer_obstacle(). It may have dropped its values, so the prompt is that of its payload. `ids`: of the whole prompt, if
+    they are known; engines convert other APIs' requests by rules of their own, and refuse some of the chats without these."""
     said: Mapping[str, Any]
+    if ids and not _has_body(call):
+        return prefix_request(call, list(ids), params)
     if _has_body(call):
         endpoint, said = call.endpoint, msgspec.json.decode(call.payload, type=dict[str, msgspec.Raw])
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from pointsman_gateway.core.api import Endpoint
 
 # Field in which vLLM tells usage and parts of an answer in bytes.
@@ -9,6 +11,11 @@ METADATA = "metadata"
 # Fields of server-sent events, and comments.
 _FIELDS = (b"data", b"event", b"id", b"retry", b":")
 _BLANK = b" \t\r\n"
+# What a stream may have before its engine has computed anything: comments that tell no token ids (vLLM's
+# --sse-keep-alive-interval), and events that repeat the request for a response. Then: the beginning of another one.
+_ECHO = rb"event: response\.(?:created|queued|in_progress)\r?\n"
+_PREAMBLE = re.compile(rb"(?:: [^\n]*+\n\r?\n|" + _ECHO + rb"data:[^\n]*+\n\r?\n)*+")
+_MORE_OF_IT = re.compile(rb"(?::(?: [^\n]*+(?:\n\r?)?)?|e[^\n]*+|" + _ECHO + rb"(?:d[^\n]*+(?:\n\r?)?)?)?")
 # What each answer of an API has, as it is written in JSON. An error object has none of them.
 _ANSWER = {
     Endpoint.CHAT: b'"choices"',
@@ -37,6 +44,16 @@ def has_json_form(body: bytes) -> bool:
 def has_answer(endpoint: Endpoint, body: bytes) -> bool:
     """Whether a body of JSON has what answers of the API have. Only the name is searched, not parsed: in a text it is escaped."""
     return _ANSWER.get(endpoint, b"") in body
+
+
+def without_preamble(arrived: bytes) -> bytes:
+    """Return the first bytes of a stream from its first event on that tells of an answer, or of an error."""
+    return _PREAMBLE.sub(b"", arrived, count=1)
+
+
+def is_preamble(arrived: bytes) -> bool:
+    """Whether the first bytes of a stream tell of no answer, and of no error, yet."""
+    return _MORE_OF_IT.fullmatch(without_preamble(arrived)) is not None
 
 
 def begins_as_events(arrived: bytes) -> bool:

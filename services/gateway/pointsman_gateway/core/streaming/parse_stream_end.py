@@ -7,8 +7,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from pointsman_gateway.core.api.api_call import Endpoint
-from pointsman_gateway.core.json_object import json_object
+from pointsman_gateway.core.json_object import json_object, json_value
 
 # The last event of a Responses stream has the whole response and may be longer than the tail. vLLM writes the event's type last,
 # and its usage after everything that can be long. Inside a JSON string these bytes would be escaped.
@@ -59,6 +61,24 @@ class StreamEnd:
     sequence_number: int = -1
 
 
+class _Part(msgspec.Struct):
+    """A choice, or an item of a response's output."""
+
+    finish_reason: Any = None
+    type: Any = None
+
+
+class _Answer(msgspec.Struct):
+    """What is read of a whole answer. As objects its other values, such as logprobs of a prompt, take many times its memory."""
+
+    usage: Any = None
+    choices: list[_Part] | None = None
+    status: Any = None
+    incomplete_details: Any = None
+    output: list[_Part] | None = None
+    stop_reason: Any = None
+
+
 class StreamTail:
     """The last TAIL_BYTES or more of a stream, kept as the received pieces, so that no byte is copied until the end."""
 
@@ -93,7 +113,8 @@ def parse_stream_end(kind: Endpoint, text: bytes) -> StreamEnd:
 
 def usage_of(body: bytes, kind: Endpoint) -> Usage:
     """Return the usage of an answer that is one JSON object; empty if it has none."""
-    answer = json_object(body)
+    read = json_value(body, _Answer)
+    answer = json_object(body) if read is None else msgspec.to_builtins(read)
     if kind is Endpoint.MESSAGES:
         return _messages_usage(answer.get("usage"), answer.get("stop_reason"))
     if kind is Endpoint.RESPONSES:

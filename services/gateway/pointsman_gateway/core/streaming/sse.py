@@ -184,7 +184,8 @@ class SseFilter:
         """Collect whole events; all are dropped if they are too many, or if an event is sent in parts. Mutates."""
         assert self.texts is not None
         for event in events.split(b"\n\n")[:-1]:
-            self.texts += event[max(event.find(b'"choices"'), 0) :] + b"\n\n"
+            if event[:1] != b":":
+                self.texts += event[max(event.find(b'"choices"'), 0) :] + b"\n\n"
         if self.mid_event or len(self.texts) > self.texts_limit:
             self.texts = None
 

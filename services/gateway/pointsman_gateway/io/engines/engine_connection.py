@@ -119,13 +119,14 @@ class UpstreamResponse:
         self.resume()
         return taken
 
-    async def begun(self) -> bool:
-        """Wait for unread bytes of the body; return False if the body ended without any. Raises UpstreamError."""
-        while not self._pieces and not self.whole:
+    async def begun(self, is_preamble: Callable[[bytes], bool] | None = None) -> bool:
+        """Wait for unread bytes of the body, for more than a preamble; return False if it ended without. Raises UpstreamError."""
+        while not (begun := bool(self._pieces) and not (is_preamble and is_preamble(self.arrived))) and not self.whole:
             if self._error is not None:
                 raise self._error
+            self.resume()  # a preamble may have more than HIGH_WATER
             await self._change()
-        return bool(self._pieces)
+        return begun
 
     @property
     def arrived(self) -> bytes:

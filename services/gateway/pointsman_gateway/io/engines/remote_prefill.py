@@ -244,7 +244,8 @@ class RemotePrefill:
             return await self._post(step, request, transfer)
 
     def _whole(self, params: kv.Params) -> tuple[str, bytes]:
-        return kv.prefill_request(self._context.call, params)
+        context = self._context
+        return kv.prefill_request(context.call, params, context.ids if context.exact_tokens else None)
 
     async def _agree(self, source: Target, attempt_id: str) -> _Agreed:
         """Return the parameters that the two requests of one transfer share, whichever calls first. Raises TransferError."""

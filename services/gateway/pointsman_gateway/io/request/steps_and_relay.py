@@ -34,6 +34,8 @@ from pointsman_gateway.core.streaming.answer_form import (
     has_answer,
     has_json_form,
     is_in_bytes,
+    is_preamble,
+    without_preamble,
 )
 from pointsman_gateway.core.streaming.id_comments import without_comments
 from pointsman_gateway.core.streaming.parse_stream_end import StreamEnd, Usage, usage_of
@@ -128,7 +130,7 @@ class EngineSteps:
         it. Mutates."""
         call, sse = self._context.call, self._sse
         size = len(call.payload)
-        if upstream.arrived.startswith(b":"):
+        if without_preamble(upstream.arrived).startswith(b":"):
             # Few answers are as long as they may be. The record of a longer one takes more memory as it grows.
             limit = min(RECORD_TOKEN_BYTES * call.max_output_tokens or RECORD_STEP, RECORD_STEP)
             if keep := self._kept.take(size + limit):
@@ -160,8 +162,8 @@ class EngineSteps:
         """End the open answer of a SERVE, such that another instance is asked, if that one can go on. Else no effect."""
         if self._upstream is None or self._proxy is not None:
             return
-        # An answer whose first bytes have arrived, and are not read yet, has neither begun nor can it be asked anew.
-        fresh = step.kv_source is None and not self._upstream.arrived
+        # An answer whose first event has arrived, and is not read yet, has neither begun nor can it be asked anew.
+        fresh = step.kv_source is None and is_preamble(self._upstream.arrived)
         if not (self._sse.can_continue if self._writer.begun else fresh):
             return
         self._moved = True
@@ -280,7 +282,7 @@ class EngineSteps:
         return ev.PullEnded()
 
     async def serve(self, step: ev.StepAssigned, attempt: Attempt, headers: dict[str, str], *, early: bool) -> ev.Event:
-        """Send the client's request and wait for the first byte of a stream or for a whole answer. `headers`: fields about the
+        """Send the client's request and wait for the first event of a stream or for a whole answer. `headers`: fields about the
         placement for the answer. `early`: the KV's source still computes."""
         call, upstream, stored = self._context.call, self._shared.upstream, self._context.continues
         attempt.sent_at = time.monotonic()
@@ -314,16 +316,17 @@ class EngineSteps:
                     await self._keep_error(answer)
                     return ev.UpstreamFailed("the instance does not have the adapter", answer.status, innocent=True)
                 streamed = answer.status < 400 and answer.headers.media_type == "text/event-stream"
-                if streamed and not await answer.begun():
+                if streamed and not await answer.begun(is_preamble):
                     raise UpstreamError("an empty answer", answer.status, broke=True)
                 if streamed and not begins_as_events(answer.arrived):
                     raise UpstreamError("an answer without events", answer.status)
+                arrived = without_preamble(answer.arrived) if streamed else b""
                 # After a failed KV transfer an engine answers 200, and the stream starts with an error.
-                if streamed and step.kv_source is not None and begins_with_error(without_comments(answer.arrived)):
+                if step.kv_source is not None and begins_with_error(without_comments(arrived)):
                     raise UpstreamError("the answer began with an error", 500)
-                if streamed and was_aborted(call.endpoint.error_format, answer.arrived):
+                if was_aborted(call.endpoint.error_format, arrived):
                     raise AbortedByEngine
-                if record and not (streamed and answer.arrived.startswith(b":")):
+                if record and not arrived.startswith(b":"):
                     # Its events would repeat what the client has. It has not failed.
                     answer.close()
                     return ev.UpstreamFailed("the instance cannot continue an answer", answer.status, innocent=True)
@@ -345,7 +348,8 @@ class EngineSteps:
                     return ev.ResponseRejected(answer.status)
                 counted = answer.headers.get(METADATA).encode("latin-1") if in_bytes else body
                 usage = usage_of(counted, call.endpoint)
-                if usage.finish_reason == "abort":
+                # Of Messages that are aborted vLLM tells no reason.
+                if usage.finish_reason == ("" if call.endpoint is Endpoint.MESSAGES else "abort"):
                     raise AbortedByEngine
                 self._record_usage(attempt, usage)
                 body = self._own_prefills.corrected(step.target.instance_id, body)
