@@ -325,8 +325,7 @@ class Router:
                     self.telemetry.decided(decision, elapsed)
                     self.history.decided(decision, now)
                 case ev.DecisionClosed(decision_id, finished):
-                    logged = self.decisions.get(decision_id)
-                    self.decisions.closed(decision_id, finished, time.time())
+                    logged = self.decisions.closed(decision_id, finished, time.time())
                     self.telemetry.closed(logged.decision if logged else None, finished)
                     if logged is not None:
                         self.history.ended(logged.decision, finished, now)
