@@ -42,7 +42,7 @@ async def owns(server: RouterServer) -> None:
 
 async def test_a_restarted_router_knows_the_open_requests_the_sessions_and_what_is_usual(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (url, _):
-        async with running(redis_url=url) as (server, client):
+        async with running(redis_url=url, router_id="r") as (server, client):
             await Report(client).join("a")
             await owns(server)
             session = Session(client)
@@ -60,7 +60,7 @@ async def test_a_restarted_router_knows_the_open_requests_the_sessions_and_what_
             assert mean_work.tokens
             facts = server.router.state.views.facts("m", time.monotonic())
             server.router.store.record([ev.PoolFactsSet(facts, "m")])
-        async with running(redis_url=url, gateway_lease_s=30) as (server, client):
+        async with running(redis_url=url, router_id="r", gateway_lease_s=30) as (server, client):
             await Report(client).join("a")
             await owns(server)
             assert server.router.state.prefill_observer.mean_work("m") == mean_work
@@ -69,9 +69,17 @@ async def test_a_restarted_router_knows_the_open_requests_the_sessions_and_what_
             await eventually(lambda: len(server.router.state.affinity) == 1, "the session is known")
             status = (await client.instances())["a"]
             assert (status.num_requests, status.ongoing_tokens, status.sessions) == (1, 100, 1)
+            other = Session(client, "other")
+            await other.hello()
+            for name in ("new", "newest"):
+                await other.place(name)
             session = Session(client)
             await session.hello()  # the same gateway, which no longer has open requests
-            assert (await client.instances())["a"].num_requests == 0
+            assert (await client.instances())["a"].num_requests == 2
+            # A router whose id is fixed gives the same decision ids again.
+            newest = server.router.decisions.get("r-2")
+            assert newest is not None
+            assert (newest.decision.request.request_id, newest.finished) == ("newest", None)
 
 
 async def test_the_second_replica_stands_by_and_takes_over(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -87,7 +87,7 @@ TestPrompts = Prompts.TestCase
 TestPrompts.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
-def lengths(known: ComputedPrompts, names: str) -> list[int]:
+def lengths(known: ComputedPrompts, names: Iterable[str]) -> list[int]:
     return [len(known.keys_of(name)) for name in names]
 
 
@@ -112,6 +112,21 @@ def test_prompts_of_instances_that_do_not_count_are_bounded_together() -> None:
     for number in range(1_000):
         learn(known, "d", [10_000 + number])
     assert sum(lengths(known, "abcd")) <= 100
+
+
+def test_prompts_of_instances_that_count_are_bounded_together_whatever_their_capacity() -> None:
+    known = ComputedPrompts(max_keys=100 + SEGMENT_KEYS)
+    for number in range(10):
+        known.learn(f"i{number}", range(100 * number, 100 * number + 80), 1 << 60, counts=True)
+        assert known.count(f"i{number}") == 80
+        known.check_invariants()
+    assert len(known.index) <= 100
+    known.learn("i9", range(900, 990), 1 << 60, counts=True)
+    known.learn("i0", range(10), 1 << 60, counts=False)
+    assert lengths(known, ["i0", "i8", "i9"]) == [10, 0, 90], "the bound of those that do not count is another"
+    known.set_counts("i0", True)
+    assert lengths(known, ["i0", "i9"]) == [10, 0]
+    known.check_invariants()
 
 
 def test_a_fleet_that_begins_to_trust_its_events_has_nothing_swept() -> None:

@@ -310,6 +310,16 @@ def logged_decision() -> Decision:
     return answer.decision
 
 
+def test_the_end_of_an_earlier_processs_request_closes_no_decision_with_the_same_id() -> None:
+    log, decision = DecisionLog(10), logged_decision()
+    log.decided(decision, 0.0, 0.0)
+    for request_id, closed in (("earlier", False), ("r", True)):
+        found = log.closed(decision.decision_id, ev.Finished(request_id, "OK"), 1.0)
+        kept = log.get("r")
+        assert kept is not None
+        assert (found is not None, kept.finished is not None) == (closed, closed)
+
+
 async def test_a_slow_reader_of_the_log_is_told_what_it_missed() -> None:
     log, decision = DecisionLog(10), logged_decision()
     watch, other = log.watch(lambda one: one.unix_s % 2 == 0), log.watch()

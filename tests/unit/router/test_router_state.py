@@ -593,6 +593,19 @@ def test_what_was_cancelled_is_decided_again_when_it_is_asked_for_again() -> Non
     assert len(router.reservations) == 1
 
 
+def test_a_stream_announced_before_its_pools_agents_are_back_is_in_its_pool_once_they_are() -> None:
+    router = state()
+    stream = ev.OpenStream(request("r", tokens=100, tenant="t", session_id="s"), "a", Phase.DECODE, 0)
+    for pool in ("", "m"):
+        # The gateway sends a hello to the owner of each pool that it learns of.
+        router.handle(ev.GatewayHello("g", (stream,)), 0.0)
+        finish(router)
+        assert [reservation.pool for reservation in router.reservations.of_instance("a")] == [pool]
+        router.check_invariants()
+        join(router, "a", 1)
+    assert set(router.admission.pools) == {"m"}
+
+
 def test_what_a_lost_gateway_had_open_ends_a_part_at_a_time() -> None:
     router = state()
     join(router, "a", 0)

@@ -35,6 +35,7 @@ from pointsman_router.core.ownership import OwnedPools
 from pointsman_router.core.placement_types import Decision, PlacementRequest
 from pointsman_router.core.policy.auto import admission_choice
 from pointsman_router.core.policy.base import Policy
+from pointsman_router.core.prefix.computed_prompts import ComputedPrompts
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.prefix.lower_tiers import LowerTiers
 from pointsman_router.core.priority import Priority
@@ -112,6 +113,7 @@ class RouterState:
             settings.stale_keys_s,
             self.prefill_observer,
             self._turn,
+            computed_prompts=ComputedPrompts(settings.max_keys),
             lower_tiers=self.lower_tiers,
         )
         self.affinity = Affinity(settings.affinity_ttl_s)

@@ -324,14 +324,13 @@ class Router:
                     self.decisions.decided(decision, time.time(), elapsed, owner.epoch if owner is not None else 0)
                     self.telemetry.decided(decision, elapsed)
                     self.history.decided(decision, now)
-                case ev.DecisionClosed(decision_id, finished, closed):
+                case ev.DecisionClosed(decision_id, finished, decision):
                     # The log in memory forgets decisions while their requests are open.
-                    if (logged := self.decisions.get(decision_id)) is not None:
-                        closed = logged.decision
-                    self.decisions.closed(decision_id, finished, time.time())
-                    self.telemetry.closed(closed, finished)
-                    if closed is not None:
-                        self.history.ended(closed, finished, now)
+                    if (logged := self.decisions.closed(decision_id, finished, time.time())) is not None:
+                        decision = logged.decision
+                    self.telemetry.closed(decision, finished)
+                    if decision is not None:
+                        self.history.ended(decision, finished, now)
                 case ev.MeanWorkSet() | ev.IdleSessionsSet() | ev.PoolFactsSet():
                     kept.append(effect)
                 case ev.SessionEndApplied():

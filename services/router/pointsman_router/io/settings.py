@@ -167,8 +167,8 @@ class RouterSettings(BaseSettings):
     max_keys: int = Field(
         _STATE.max_keys,
         ge=1,
-        description="maximum number of block keys in the exact index; further instances use the approximate index. The "
-        "indexes of host memory and of storage have room for as many each; further instances get no credit for them",
+        description="maximum number of block keys in the exact index; further instances use the approximate index, which has "
+        "room for as many. So have the indexes of host memory and of storage; further instances get no credit for them",
     )
     startup_wait_s: float = Field(
         3.0, ge=0, description="maximum time to wait for instances' reports before placing, after a start, in seconds"

@@ -6,8 +6,8 @@ Requests that others send to the engine, past the router, stay unknown, so these
 
 The prompts of an instance are a radix tree: a segment has the keys that follow those of its parent, up to where prompts part, 8
 bytes each. So the next turn of a session costs what it adds, not what it repeats. The order of use is one of segments; a child
-is never used later than its parent. An instance counts if decisions look its keys up: then they are in an index, too. The
-prompts of all others together are bounded, so that their keys count as soon as their KV events are no longer trusted.
+is never used later than its parent. An instance counts if decisions look its keys up: then they are in an index, too. Those of
+all others are kept so that they count as soon as their KV events are no longer trusted. Both sorts are bounded, each together.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from pointsman_router.core.prefix.exact_index import PrefixIndex
+from pointsman_router.core.prefix.exact_index import UNBOUNDED, PrefixIndex
 
 # Maximum size of the prompts of all instances that do not count, in keys. A segment takes as much memory as SEGMENT_KEYS of them.
-MAX_KEYS = 4_000_000
+MAX_OTHERS = 4_000_000
 SEGMENT_KEYS = 64
 # Number of keys that are removed in less than a millisecond.
 FEW_KEYS = 2_000
@@ -97,16 +97,16 @@ class _Tree:
 
 
 class ComputedPrompts:
-    """Prompts by instance, with at most as many keys of an instance as its capacity, and `max_keys` of those that do not count,
-    where each segment counts SEGMENT_KEYS more."""
+    """Prompts by instance, with at most as many keys of an instance as its capacity, and at most `max_keys` of all that count
+    and of all that do not count (of these MAX_OTHERS, too), where each segment counts SEGMENT_KEYS more."""
 
-    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+    def __init__(self, max_keys: int = UNBOUNDED) -> None:
         self.index = PrefixIndex()
-        self._max_keys = max_keys
         self._trees: dict[str, _Tree] = {}
-        # The segments of instances that do not count, least recently used first, and what they cost.
-        self._others: OrderedDict[_Segment, None] = OrderedDict()
-        self._cost = 0
+        # By whether their instances count: the segments, least recently used first, what they cost, and what they may cost.
+        self._orders = OrderedDict[_Segment, None](), OrderedDict[_Segment, None]()
+        self._costs = [0, 0]
+        self._max_costs = min(max_keys, MAX_OTHERS), max_keys
         self._learned = 0  # number of prompts so far
 
     def count(self, instance_id: str) -> int:
@@ -129,10 +129,9 @@ class ComputedPrompts:
         for segment in reversed(path):
             segment.used = self._learned
             tree.order.move_to_end(segment)
-            if not counts:
-                self._others[segment] = None
-                self._others.move_to_end(segment)
-        self._cost += 0 if counts else tree.cost - before
+            self._orders[counts][segment] = None
+            self._orders[counts].move_to_end(segment)
+        self._costs[counts] += tree.cost - before
         while tree.size > capacity:
             oldest = next(iter(tree.order))
             self._cut(tree, oldest, max(len(oldest.keys) - (tree.size - capacity), 0))
@@ -154,27 +153,19 @@ class ComputedPrompts:
         tree = self._trees.get(instance_id)
         if tree is None or tree.counts is counts:
             return
+        self._leave(tree)
         tree.counts = counts
+        self._orders[counts].update(tree.order)
+        self._costs[counts] += tree.cost
         if counts:
-            self._cost -= tree.cost
             for segment in tree.order:
-                del self._others[segment]
                 self.index.add(instance_id, segment.keys)
-        else:
-            self._cost += tree.cost
-            self._others.update(tree.order)
-            self._drop_keys(tree)
-            self._keep_to_maximum()
+        self._keep_to_maximum()
 
     def drop(self, instance_id: str) -> None:
         """Remove all prompts of an instance. Mutates."""
-        tree = self._trees.pop(instance_id, None)
-        if tree is not None and not tree.counts:
-            self._cost -= tree.cost
-            for segment in tree.order:
-                del self._others[segment]
-        elif tree is not None:
-            self._drop_keys(tree)
+        if (tree := self._trees.pop(instance_id, None)) is not None:
+            self._leave(tree)
 
     def keys_of(self, instance_id: str) -> set[int]:
         """Return all keys of an instance, for tests and dumps."""
@@ -186,10 +177,11 @@ class ComputedPrompts:
         self.index.check_invariants()
         counted = {name: self.keys_of(name) for name, tree in self._trees.items() if tree.counts}
         assert {name: keys for name, keys in counted.items() if keys} == self.index.sets()
-        others = [tree for tree in self._trees.values() if not tree.counts]
-        assert self._cost == sum(tree.cost for tree in others) <= self._max_keys
-        assert set(self._others) == {segment for tree in others for segment in tree.order}
-        for order in (self._others, *(tree.order for tree in self._trees.values())):
+        for counts in (False, True):
+            trees = [tree for tree in self._trees.values() if tree.counts is counts]
+            assert self._costs[counts] == sum(tree.cost for tree in trees) <= self._max_costs[counts]
+            assert set(self._orders[counts]) == {segment for tree in trees for segment in tree.order}
+        for order in (*self._orders, *(tree.order for tree in self._trees.values())):
             used: set[_Segment] = set()
             for segment in order:
                 if segment.children:
@@ -205,18 +197,22 @@ class ComputedPrompts:
                 assert all(child.parent is segment and child in tree.order for child in segment.children.values())
             assert all(segment.parent in tree.order or segment.parent is tree.root for segment in tree.order)
 
-    def _drop_keys(self, tree: _Tree) -> None:
-        """Drop an instance's keys from the index. A few are removed one by one: a fleet that begins to trust its events would
-        have the whole index swept again and again."""
-        if tree.size <= FEW_KEYS:
+    def _leave(self, tree: _Tree) -> None:
+        """Remove a tree from those that count, or from those that do not. A few keys are removed from the index one by one: a
+        fleet that begins to trust its events would have the whole index swept again and again. Mutates."""
+        self._costs[tree.counts] -= tree.cost
+        for segment in tree.order:
+            del self._orders[tree.counts][segment]
+        if tree.counts and tree.size <= FEW_KEYS:
             for segment in tree.order:
                 self.index.remove(segment.instance_id, segment.keys)
         self.index.drop(tree.root.instance_id)
 
     def _keep_to_maximum(self) -> None:
-        while self._cost > self._max_keys:
-            oldest = next(iter(self._others))
-            self._cut(self._trees[oldest.instance_id], oldest, 0)
+        for order, counts in zip(self._orders, (False, True), strict=True):
+            while self._costs[counts] > self._max_costs[counts]:
+                oldest = next(iter(order))
+                self._cut(self._trees[oldest.instance_id], oldest, 0)
 
     def _path(self, tree: _Tree, keys: Sequence[int]) -> tuple[list[_Segment], int]:
         """Return the segments that a prompt begins with, and how many keys they have. The last one is split where the prompt
@@ -273,9 +269,8 @@ class ComputedPrompts:
             tree.size -= len(gone.keys)
             if tree.counts:
                 self.index.remove(gone.instance_id, gone.keys)
-            else:
-                del self._others[gone]
-        self._cost += 0 if tree.counts else tree.cost - before
+            del self._orders[tree.counts][gone]
+        self._costs[tree.counts] += tree.cost - before
         if not tree.order:
             del self._trees[segment.instance_id]
             self.index.drop(segment.instance_id)

@@ -110,7 +110,8 @@ class GatewayEvents:
         """Record that a gateway runs a request on `stream.instance_id`, whatever was known of the request before."""
         request_id = stream.request.request_id
         known = _reservation(self.requests.placed(request_id))
-        pool = known.pool if known else self.instances.pool_of(stream.request.model)
+        # Before its pool's agents are back a request has no pool. It is announced again once its gateway learns of the pool.
+        pool = (known.pool if known else "") or self.instances.pool_of(stream.request.model)
         # The request runs, even if its model has no instance any more. A placement from the queue would be a second answer.
         self.requests.leave_queue(request_id)
         if not self.owned.owns(pool):
@@ -132,7 +133,8 @@ class GatewayEvents:
             sequence_tokens=stream.request.sequence_tokens,
         )
         self.requests.announce(reservation, now, stream.request)
-        self.requests.count_announced(stream.request, pool, now)
+        if pool:
+            self.requests.count_announced(stream.request, pool, now)
         return [ev.Reserved(reservation)]
 
     # ---- placements ----

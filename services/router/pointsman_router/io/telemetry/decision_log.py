@@ -252,14 +252,19 @@ class DecisionLog:
         if refused.admission is not None:
             self._write(RefusedLine(unix_s, refused.request_id, refused.pool, refused.admission))
 
-    def closed(self, decision_id: str, finished: Finished, unix_s: float) -> None:
-        """Record how a decision's request ended, also for the decisions on the earlier parts of its plan. If memory no longer
-        holds the decision, the end is only written to the file."""
+    def closed(self, decision_id: str, finished: Finished, unix_s: float) -> LoggedDecision | None:
+        """Record how a decision's request ended, also for the decisions on the earlier parts of its plan. Return the decision. If
+        memory does not hold it, the end is only written to the file; return None. A request that was placed before a restart may
+        have the decision id of another one, if the router's id is fixed."""
         self._write(ClosedLine(unix_s, decision_id, finished))
+        newest = None
         while (logged := self._by_id.get(decision_id)) is not None:
+            if logged.decision.request.request_id != finished.request_id:
+                break
             self._by_id[decision_id] = logged = replace(logged, finished=finished)
             self._publish(logged)
-            decision_id = logged.decision.previous_id
+            newest, decision_id = newest or logged, logged.decision.previous_id
+        return newest
 
     def get(self, either_id: str) -> LoggedDecision | None:
         """Return the decision with this decision id, or the newest one with this request id; None if memory holds neither."""
