@@ -159,7 +159,7 @@ class PoolLoads:
 
     def _ordered(self, names: Iterable[str]) -> tuple[_Order, _Order]:
         loads = [(self._loads[name], name) for name in names]
-        by_requests = sorted((load.requests, load.work, name) for load, name in loads)
+        by_requests: _Order = sorted((load.requests, load.work, name) for load, name in loads)
         return by_requests, sorted((load.work, load.requests, name) for load, name in loads)
 
     def _load(self, instance_id: str) -> _Load:
