@@ -103,7 +103,7 @@ def error_event(
     message: str,
     error_format: ErrorFormat = ErrorFormat.OPENAI,
     code: str | None = None,
-    sequence_number: int | None = None,
+    sequence_number: int = 0,
     param: str | None = None,
 ) -> bytes:
     """Return the SSE event that ends a failed stream. `sequence_number`: the event's number in a Responses stream. `code`,
@@ -111,13 +111,8 @@ def error_event(
     if error_format is ErrorFormat.ANTHROPIC:
         return b"event: error\ndata: " + _anthropic(500, message) + b"\n\n"
     if error_format is ErrorFormat.RESPONSES:
-        event = {
-            "type": "error",
-            "code": code or "server_error",
-            "message": message,
-            "param": param,
-            "sequence_number": sequence_number or 0,
-        }
+        event: dict[str, Any] = {"type": "error", "code": code or "server_error", "message": message, "param": param}
+        event["sequence_number"] = sequence_number
         return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
     return b"data: " + _openai(message, "server_error", None, _FAILED_STATUS) + b"\n\n"
 

@@ -31,38 +31,15 @@ SLACK_TOKENS = 256
 
 # Fields that affect only the answer: its form, its end and what is reported of it. No chat template sees them.
 _ANSWER_ONLY = (
-    "stream",
-    "stream_options",
-    "n",
-    "best_of",
-    "max_tokens",
-    "max_completion_tokens",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "logprobs",
-    "top_logprobs",
-    "logprob_token_ids",
-    "include_stop_str_in_output",
-    "allowed_token_ids",
-    "bad_words",
-    "logit_bias",
-    "use_beam_search",
-    "length_penalty",
-    "echo",
-    "suffix",
-    "return_token_ids",
-    "return_prompt_text",
+    *("stream", "stream_options", "n", "best_of", "use_beam_search", "length_penalty", "echo", "suffix"),
+    *("max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "allowed_token_ids", "bad_words", "logit_bias"),
+    *("logprobs", "top_logprobs", "logprob_token_ids", "return_token_ids", "return_prompt_text"),
 )
 # Fields that affect the answer, but that a template may show to the model (harmony does).
 _MAYBE_IN_PROMPT = (
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 
 
@@ -99,7 +76,6 @@ def prefill_request(call: ApiCall, params: Params, ids: Sequence[int] | None = N
     """Return path and body of a request that computes the KV of the call's prompt: one output token, not streamed. The call has
     no transfer_obstacle(). It may have dropped its values, so the prompt is that of its payload. `ids`: of the whole prompt, if
     they are known; engines convert other APIs' requests by rules of their own, and refuse some of the chats without these."""
-    said: Mapping[str, Any]
     if ids and not _has_body(call):
         return prefix_request(call, list(ids), params)
     if _has_body(call):
@@ -118,14 +94,8 @@ def prefill_request(call: ApiCall, params: Params, ids: Sequence[int] | None = N
 def prefix_request(call: ApiCall, ids: Sequence[int], params: Params | None = None) -> tuple[str, bytes]:
     """Return path and body of a request that puts a prompt's first tokens into an instance's own prefix cache; with the transfer
     parameters `params`, one of the two requests that pass them on from another instance's."""
-    body: dict[str, Any] = {
-        "model": call.model,
-        "prompt": ids,
-        "max_tokens": 1,
-        "stream": False,
-        "temperature": 0,
-        "ignore_eos": True,  # as in prefill_request
-    }
+    body: dict[str, Any] = {"model": call.model, "prompt": ids, "max_tokens": 1, "stream": False, "temperature": 0}
+    body["ignore_eos"] = True  # as in prefill_request
     if call.cache_salt:
         body["cache_salt"] = call.cache_salt
     if params is not None:

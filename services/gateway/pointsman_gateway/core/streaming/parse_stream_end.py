@@ -61,22 +61,18 @@ class StreamEnd:
     sequence_number: int = -1
 
 
-class _Part(msgspec.Struct):
-    """A choice, or an item of a response's output."""
-
-    finish_reason: Any = None
-    type: Any = None
-
-
-class _Answer(msgspec.Struct):
-    """What is read of a whole answer. As objects its other values, such as logprobs of a prompt, take many times its memory."""
+class _Read(msgspec.Struct):
+    """What is read of a whole answer, and of a choice or an item of the output in it. Other values, such as the logprobs of a
+    prompt, would take many times their size as objects."""
 
     usage: Any = None
-    choices: list[_Part] | None = None
+    choices: list[_Read] | None = None
+    output: list[_Read] | None = None
     status: Any = None
     incomplete_details: Any = None
-    output: list[_Part] | None = None
     stop_reason: Any = None
+    finish_reason: Any = None
+    type: Any = None
 
 
 class StreamTail:
@@ -113,7 +109,7 @@ def parse_stream_end(kind: Endpoint, text: bytes) -> StreamEnd:
 
 def usage_of(body: bytes, kind: Endpoint) -> Usage:
     """Return the usage of an answer that is one JSON object; empty if it has none."""
-    read = json_value(body, _Answer)
+    read = json_value(body, _Read)
     answer = json_object(body) if read is None else msgspec.to_builtins(read)
     if kind is Endpoint.MESSAGES:
         return _messages_usage(answer.get("usage"), answer.get("stop_reason"))

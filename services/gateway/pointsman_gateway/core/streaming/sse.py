@@ -244,17 +244,15 @@ class SseFilter:
             event = events[at]
             if not (_TELLS_OF_ERROR.search(event) or was_aborted(form, event)):
                 continue
-            before = b"".join(events[:at])
-            if self.texts is not None and _HAS_TEXT.search(self.texts + before) and reports_error(form, event):
+            # The comment of the error's event goes with it: the client gets neither.
+            told = self.record is not None and at >= 2 and events[at - 2].startswith(b":")
+            kept = b"".join(events[: at - 2 if told else at])
+            known = self.record is not None and _has_ids(self.record + ids_in(kept))
+            known = known or (self.texts is not None and _HAS_TEXT.search(self.texts + kept) is not None)
+            if known and reports_error(form, event):
                 self._cut, self._held, self.mid_event = True, b"", False
-                return before
-            if self.record is not None and reports_error(form, event):
-                # The comment of the error's event goes with it: the client gets neither.
-                kept = before if at < 2 or not events[at - 2].startswith(b":") else b"".join(events[: at - 2])
-                if _has_ids(self.record) or _has_ids(ids_in(kept)):
-                    self._cut, self._held, self.mid_event = True, b"", False
-                    return kept
-            events[at] = redact_error_event(form, event, self._next_number(before))
+                return kept
+            events[at] = redact_error_event(form, event, self._next_number(kept))
         return b"".join(events)
 
     def _next_number(self, behind: bytes = b"") -> int:

@@ -118,11 +118,7 @@ class RemotePrefill:
     """
 
     def __init__(
-        self,
-        upstream: Upstream,
-        engine_ids: EngineIdCache,
-        releases: KvReleases,
-        context: RequestContext,
+        self, upstream: Upstream, engine_ids: EngineIdCache, releases: KvReleases, context: RequestContext
     ) -> None:
         self._upstream = upstream
         self._engine_ids = engine_ids

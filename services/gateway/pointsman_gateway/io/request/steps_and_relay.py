@@ -14,6 +14,7 @@ from pointsman_gateway.core.forwarded_headers import client_headers, error_heade
 from pointsman_gateway.core.http_message import JSON_FIELDS, Request, Response
 from pointsman_gateway.core.memory_budget import Holding
 from pointsman_gateway.core.request import request_events as ev
+from pointsman_gateway.core.request import transfer_params as kv
 from pointsman_gateway.core.request.attempt import Attempt
 from pointsman_gateway.core.request.continuation import ids_of, with_answer_record
 from pointsman_gateway.core.request.local_placement import fallbacks, unfit
@@ -21,22 +22,8 @@ from pointsman_gateway.core.request.own_prefills import OwnPrefills
 from pointsman_gateway.core.request.placement_messages import target_of
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.text_continuation import TextContinuation, continued_text
-from pointsman_gateway.core.request.transfer_params import (
-    TransferError,
-    earlier_slices_evicted,
-    prefix_request,
-    with_session_end,
-)
 from pointsman_gateway.core.stored_responses import says_not_stored
-from pointsman_gateway.core.streaming.answer_form import (
-    METADATA,
-    begins_as_events,
-    has_answer,
-    has_json_form,
-    is_in_bytes,
-    is_preamble,
-    without_preamble,
-)
+from pointsman_gateway.core.streaming import answer_form
 from pointsman_gateway.core.streaming.id_comments import without_comments
 from pointsman_gateway.core.streaming.parse_stream_end import StreamEnd, Usage, usage_of
 from pointsman_gateway.core.streaming.rest_of_text import RestOfText
@@ -130,7 +117,7 @@ class EngineSteps:
         it. Mutates."""
         call, sse = self._context.call, self._sse
         size = len(call.payload)
-        if without_preamble(upstream.arrived).startswith(b":"):
+        if answer_form.without_preamble(upstream.arrived).startswith(b":"):
             # Few answers are as long as they may be. The record of a longer one takes more memory as it grows.
             limit = min(RECORD_TOKEN_BYTES * call.max_output_tokens or RECORD_STEP, RECORD_STEP)
             if keep := self._kept.take(size + limit):
@@ -163,7 +150,7 @@ class EngineSteps:
         if self._upstream is None or self._proxy is not None:
             return
         # An answer whose first event has arrived, and is not read yet, has neither begun nor can it be asked anew.
-        fresh = step.kv_source is None and is_preamble(self._upstream.arrived)
+        fresh = step.kv_source is None and answer_form.is_preamble(self._upstream.arrived)
         if not (self._sse.can_continue if self._writer.begun else fresh):
             return
         self._moved = True
@@ -205,7 +192,7 @@ class EngineSteps:
                 await self._prefill_for(step.kv_target, step)
             else:
                 await self._slice(step)
-        except TransferError as error:
+        except kv.TransferError as error:
             return ev.PrefillEnded(str(error))
         except UpstreamError as error:
             return ev.PrefillEnded(error.text, error.instance_failed, error.refused, error.broke, error.instance_id)
@@ -219,7 +206,7 @@ class EngineSteps:
     async def _slice(self, step: ev.StepAssigned) -> None:
         """Prefill the prompt's first tokens into the instance's own cache. Raises TransferError and UpstreamError."""
         context = self._context
-        path, body = prefix_request(context.call, self._beginning(step.prefill_tokens))
+        path, body = kv.prefix_request(context.call, self._beginning(step.prefill_tokens))
         instance_id, own = step.target.instance_id, self._own_prefills
         computed = own.end(instance_id)
         try:
@@ -228,12 +215,12 @@ class EngineSteps:
             if error.broke:  # the engine may have computed it
                 own.begun(instance_id, step.prefill_tokens, step.cached_tokens)
             raise
-        if not has_json_form(answer):
+        if not answer_form.has_json_form(answer):
             raise UpstreamError("an answer that is no JSON", 200)
         own.ended(instance_id, step.prefill_tokens, computed, _cached(answer))
         before, self._last_prefix = self._last_prefix, (instance_id, step.prefill_tokens)
-        if before is not None and before[0] == instance_id and earlier_slices_evicted(answer, before[1]):
-            raise TransferError("an earlier slice is not cached any more")
+        if before is not None and before[0] == instance_id and kv.earlier_slices_evicted(answer, before[1]):
+            raise kv.TransferError("an earlier slice is not cached any more")
 
     async def _fetch(self, step: ev.StepAssigned, source: ev.Target) -> None:
         """Fetch the prompt's first tokens from `source`, which has them cached, into the cache of the step's instance. Raises
@@ -257,10 +244,10 @@ class EngineSteps:
             own.ended(instance_id, wanted, before, min(sent, received))
             # Engines that do not report cached tokens look like engines without any.
             if received < wanted and (sent or received):
-                raise TransferError("the prefix did not arrive")
+                raise kv.TransferError("the prefix did not arrive")
             outcome = "computed" if sent < received else "cached"
             self._last_prefix = instance_id, wanted
-        except (TransferError, UpstreamError):
+        except (kv.TransferError, UpstreamError):
             outcome = "failed"
             raise
         finally:
@@ -270,14 +257,14 @@ class EngineSteps:
         """Return the ids of the prompt's first `tokens` tokens. Raises TransferError if they are not known."""
         ids = self._context.ids
         if ids is None or tokens > len(ids):
-            raise TransferError("tokens unknown")
+            raise kv.TransferError("tokens unknown")
         return ids[:tokens].tolist()
 
     async def pull(self, step: ev.StepAssigned, *, early: bool) -> ev.Event:
         """Pull KV from the step's source into its instance. `early`: while the source still computes."""
         try:
             await self._remote_prefill.pull(step, early=early)
-        except (TransferError, UpstreamError) as error:
+        except (kv.TransferError, UpstreamError) as error:
             return ev.PullEnded(str(error))
         return ev.PullEnded()
 
@@ -298,7 +285,7 @@ class EngineSteps:
         try:
             payload = self._context.payload_at(step.target) if self._text is None else self._text.payload
             if self._context.ends_session and self._shared.mark_session_ends and step.kv_source is None:
-                payload = with_session_end(call.endpoint, payload)
+                payload = kv.with_session_end(call.endpoint, payload)
             payload = await self._remote_prefill.payload(step, payload, early=early)
             record = self.answer_record
             if self._tells and self._text is None:
@@ -316,11 +303,11 @@ class EngineSteps:
                     await self._keep_error(answer)
                     return ev.UpstreamFailed("the instance does not have the adapter", answer.status, innocent=True)
                 streamed = answer.status < 400 and answer.headers.media_type == "text/event-stream"
-                if streamed and not await answer.begun(is_preamble):
+                if streamed and not await answer.begun(answer_form.is_preamble):
                     raise UpstreamError("an empty answer", answer.status, broke=True)
-                if streamed and not begins_as_events(answer.arrived):
+                if streamed and not answer_form.begins_as_events(answer.arrived):
                     raise UpstreamError("an answer without events", answer.status)
-                arrived = without_preamble(answer.arrived) if streamed else b""
+                arrived = answer_form.without_preamble(answer.arrived) if streamed else b""
                 # After a failed KV transfer an engine answers 200, and the stream starts with an error.
                 if step.kv_source is not None and begins_with_error(without_comments(arrived)):
                     raise UpstreamError("the answer began with an error", 500)
@@ -332,10 +319,10 @@ class EngineSteps:
                     return ev.UpstreamFailed("the instance cannot continue an answer", answer.status, innocent=True)
             if not streamed:
                 body = await upstream.read_all(answer, held=self._held)
-                in_bytes = is_in_bytes(call.endpoint, answer.headers.media_type)
-                if answer.status == 200 and not in_bytes and not has_json_form(body):
+                in_bytes = answer_form.is_in_bytes(call.endpoint, answer.headers.media_type)
+                if answer.status == 200 and not in_bytes and not answer_form.has_json_form(body):
                     raise UpstreamError("an answer that is no JSON", answer.status)
-                if answer.status == 200 and not in_bytes and not has_answer(call.endpoint, body):
+                if answer.status == 200 and not in_bytes and not answer_form.has_answer(call.endpoint, body):
                     # As a 500 with this body, which may be the fault of the request, too.
                     self._set_error(NO_ANSWER, body, answer)
                     raise UpstreamError("status 200 without an answer", NO_ANSWER, refused=True)
@@ -346,7 +333,7 @@ class EngineSteps:
                 if answer.status >= 400:
                     self._set_error(answer.status, body, answer, headers)
                     return ev.ResponseRejected(answer.status)
-                counted = answer.headers.get(METADATA).encode("latin-1") if in_bytes else body
+                counted = answer.headers.get(answer_form.METADATA).encode("latin-1") if in_bytes else body
                 usage = usage_of(counted, call.endpoint)
                 # Of Messages that are aborted vLLM tells no reason.
                 if usage.finish_reason == ("" if call.endpoint is Endpoint.MESSAGES else "abort"):
@@ -354,7 +341,7 @@ class EngineSteps:
                 self._record_usage(attempt, usage)
                 body = self._own_prefills.corrected(step.target.instance_id, body)
                 self.whole_response = Response(answer.status, body, client_headers(answer.headers) | headers)
-        except TransferError as error:
+        except kv.TransferError as error:
             return ev.UpstreamFailed(str(error), 500)
         except OtherInstanceAnswered as other:
             return ev.OtherAnswered(other.target)
