@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec.structs import replace
 
 from pointsman.router.v1 import placement_pb2
+from pointsman_common.core.block_keys import KEY_SCHEME
 from pointsman_gateway.core.known_fleet import KnownFleet as GatewaysFleet
+from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.engine_life import EngineLife
 from pointsman_router.core.instances.instance_orders import InstanceOrder
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
@@ -16,6 +21,9 @@ from pointsman_router.core.ownership import Owner
 from pointsman_router.core.placement_types import InstanceInfo, KvTransfer, Load
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.io.convert.sent_fleet import SentFleet
+from pointsman_router.io.router import GatewayStream, Router
+from pointsman_router.io.settings import RouterSettings
+from pointsman_router.io.store.redis_store import _Reading
 from tests.support.router_values import info
 
 MODELS = st.sampled_from("mno")
@@ -193,3 +201,20 @@ def test_a_pool_is_the_same_object_until_gateways_are_to_know_something_else_of_
     known.refresh(record)
     assert [one is two for one, two in zip(before, known.pools(), strict=True)] == [False, True]
     assert [*known.pools()[0].instances] == ["b"]
+
+
+async def test_pools_that_get_an_owner_in_one_turn_are_sent_together() -> None:
+    """A gateway announces all its streams to the owner for each update that has new owners."""
+    router = Router(RouterSettings(router_id="r", redis_url="redis://none:1", startup_wait_s=0.0))
+    for number in range(20):
+        one = info(f"i{number}", model=f"m{number}", served_names=())
+        router.submit(ev.AgentHello(number, one, KEY_SCHEME, 1, 0))
+    await asyncio.sleep(0)
+    stream = router.gateways["g"] = GatewayStream()
+    store: Any = router.store
+    for pool in store._pools.values():
+        store._take_over(pool, _Reading())
+    [message] = await stream.batch_queue.take()
+    assert {update.description.owner.router_id for update in message.fleet_update.pools} == {"r"}
+    assert len(message.fleet_update.pools) == 20
+    router.decisions.close()

@@ -180,7 +180,7 @@ class Router:
         self._goes_on = False  # the next turn of the event loop is scheduled to apply unfinished work
         self._retry_at = math.inf  # when the next timer for held requests fires, monotonic s
         self._sent_fleet = SentFleet(settings.ownerless_timeout_s)
-        self._fleet_untold = False  # the fleet has changed, and _tell_fleet has not run since
+        self._fleet_untold = False  # the fleet or an owner has changed, and _tell_fleet has not run since
         self._logged_shared_names: dict[str, list[str]] = {}
         self._operator_config = OperatorConfig()  # as last received from the store
         self._policy_problem = ""  # why the policy in the operator config is not in force here
@@ -193,7 +193,7 @@ class Router:
                 settle_s=settings.settle_s,
                 affinity_ttl_s=settings.affinity_ttl_s,
                 on_event=self.submit,
-                on_owners=self._tell_gateways,
+                on_owners=self._tell_fleet_soon,
                 snapshot=self._snapshot,
                 merge_config=merged_operator_configs,
             )
@@ -406,10 +406,8 @@ class Router:
             self._answer(answer)
         for end in ends:
             self._confirm(end)
-        if fleet_changed and not self._fleet_untold:
-            # Send all changes of a turn of the event loop together: an update costs the same for one instance as for a thousand.
-            self._fleet_untold = True
-            asyncio.get_running_loop().call_soon(self._tell_fleet)
+        if fleet_changed:
+            self._tell_fleet_soon()
         if (retry_at := self.state.retry_at) is not None and retry_at < self._retry_at:
             self._retry_at = retry_at
             delay_s = max(retry_at - time.monotonic(), LEAST_TIMER_S)
@@ -453,6 +451,13 @@ class Router:
             cause=changed.cause,
             reason=changed.reason,
         )
+
+    def _tell_fleet_soon(self) -> None:
+        """Apply and send the changes of the fleet and of its owners that this turn of the event loop makes, together: an update
+        costs the same for one instance as for a thousand, and a gateway answers each that has new owners with all its streams."""
+        if not self._fleet_untold:
+            self._fleet_untold = True
+            asyncio.get_running_loop().call_soon(self._tell_fleet)
 
     def _tell_fleet(self) -> None:
         """Apply and send changes of the fleet, if any: shared names, the pools to compete for, readiness, gateways."""
