@@ -100,7 +100,8 @@ async def test_what_an_engine_streams_before_it_computes_the_prompt_is_no_first_
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_response_that_repeats_its_requests_metadata_is_no_abort(up: Stack, stream: bool) -> None:
     async with gpt(up) as client:
-        answer = await client.responses.create(**RESPONSES, metadata={"finish_reason": "abort"}, stream=stream)
+        body: dict[str, Any] = RESPONSES | {"metadata": {"finish_reason": "abort"}, "stream": stream}
+        answer: Any = await client.responses.create(**body)
         last = [event async for event in answer][-1].response if stream else answer
     assert (last.status, last.metadata) == ("completed", {"finish_reason": "abort"})
     assert (await finished(up)).outcome == placement_pb2.OUTCOME_OK
