@@ -283,8 +283,9 @@ async def test_a_stream_that_cannot_or_need_not_go_on_elsewhere_stays(up: Stack,
     assert kept.used == 0
 
 
-async def test_a_request_whose_answer_has_not_begun_is_asked_anew(up: Stack) -> None:
-    first(up).words_before = 0
+@pytest.mark.parametrize("keeps_alive", [False, True])
+async def test_a_request_whose_answer_has_not_begun_is_asked_anew(up: Stack, keeps_alive: bool) -> None:
+    first(up).words_before, first(up).keeps_alive = 0, keeps_alive
     asking = asyncio.create_task(text_of(up))
     await eventually(lambda: first(up).open == 1, "the first engine has the request")
     while not up.router.finished:

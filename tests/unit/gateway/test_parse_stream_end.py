@@ -65,6 +65,8 @@ ENDS: list[tuple[Endpoint, dict[str, Any], str]] = [
     (Endpoint.MESSAGES, {"stop_reason": "end_turn"}, "stop"),
     (Endpoint.MESSAGES, {"stop_reason": "max_tokens"}, "length"),
     (Endpoint.MESSAGES, {"stop_reason": "tool_use"}, "tool_calls"),
+    (Endpoint.MESSAGES, {"content": [{"input": {"finish_reason": "abort"}}], "stop_reason": "tool_use"}, "tool_calls"),
+    (Endpoint.MESSAGES, {"content": [{"input": {"stop_reason": "end_turn"}}], "stop_reason": None}, ""),
     (Endpoint.RESPONSES, {"status": "completed", "output": [{"type": "message"}]}, "stop"),
     (Endpoint.RESPONSES, {"status": "completed", "output": [{"type": "function_call"}]}, "tool_calls"),
     (Endpoint.RESPONSES, {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}, "length"),
