@@ -81,7 +81,8 @@ class _Tree:
 
     @property
     def cost(self) -> int:
-        return self.size + SEGMENT_KEYS * len(self.order)
+        # Beside the entries that the keys have in the index if the instance counts, the segments are small.
+        return self.size + (0 if self.counts else SEGMENT_KEYS * len(self.order))
 
     def walk(self, keys: Sequence[int]) -> Iterator[tuple[_Segment, int, int]]:
         """Yield the segments that a prompt begins with, each with the number of the prompt's keys before it, and with how many of
@@ -97,8 +98,8 @@ class _Tree:
 
 
 class ComputedPrompts:
-    """Prompts by instance, with at most as many keys of an instance as its capacity, and at most `max_keys` of all that count
-    and of all that do not count (of these MAX_OTHERS, too), where each segment counts SEGMENT_KEYS more."""
+    """Prompts by instance, with at most as many keys of an instance as its capacity, and at most `max_keys` of all that count.
+    Those that do not count are bounded by MAX_OTHERS, too, where each segment counts SEGMENT_KEYS more."""
 
     def __init__(self, max_keys: int = UNBOUNDED) -> None:
         self.index = PrefixIndex()
