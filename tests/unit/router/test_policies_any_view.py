@@ -349,7 +349,7 @@ def test_auto_decides_as_the_policy_that_it_takes(case: tuple[PlacementRequest, 
 def test_the_ceiling_changes_nothing_while_nobody_is_above_it(case: tuple[PlacementRequest, FleetView]) -> None:
     asked, seen = case
     unified, without = Unified(), Unified(ceiling_min=1e6)
-    below = unified.below_ceiling(seen.eligible())
+    below = unified.below_ceiling(seen.eligible(), seen.unseen)
     result = unified.choose(asked, seen, random.Random(0))
     if below == seen.eligible():
         assert result == without.choose(asked, seen, random.Random(0))

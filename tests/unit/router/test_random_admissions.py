@@ -166,15 +166,13 @@ def test_an_admitted_request_that_was_held_may_pass_one_that_was_parked_later_wi
     machine.answer(0, "STOP", 2)
     machine.answer(0, "STOP", 1)
     machine.storm(28, 4, 415)
-    machine.agent_ends("a", goodbye=True)
     machine.begin_session(0, "g1", 1_272, 25, False, 0.0, False, Priority.BATCH)
-    machine.place("r0", "g1", 2_273, [], "t", None, 0.0, Priority.BATCH)
+    machine.admission_is_switched(applies=False)  # n30 and n31 are let in, and held
+    machine.admission_is_switched(applies=True)
     held = {waiting.request.session_id for waiting in machine.router.held_requests.queue}
-    machine.begin_session(33, "g1", 71, 40, False, 0.0, True, Priority.INTERACTIVE)
-    machine.finish("r0", "OK", None)
-    machine.admission_is_switched(applies=False)
-    machine.begin_session(2, "g1", 1, 2, False, 0.0, False)
+    machine.begin_session(2, "g1", 400, 2, False, 0.0, False)
     [again] = [waiting for waiting in machine.router.parked_requests.queue if waiting.request.session_id == "n2"]
     assert again.since < again.asked_at
+    machine.answer(0, "STOP", 0)
     machine.answer(0, "STOP", 0)
     assert len(held - {waiting.request.session_id for waiting in machine.router.held_requests.queue}) == 1

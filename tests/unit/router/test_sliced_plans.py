@@ -172,28 +172,6 @@ def test_the_rest_may_have_to_wait_and_keeps_its_place_with_nothing_to_compute()
     made.check_invariants()
 
 
-@dataclass(frozen=True)
-class OneSlice(Policy):
-    """Plans one slice of request r and holds the rest; other requests wait until nothing prefills."""
-
-    name: ClassVar[str] = "one_slice"
-
-    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
-        [only] = view.candidates
-        if request.request_id == "r":
-            return hold("rest") if only.cached_tokens else slice_of(only, 256, "slice")
-        return hold("busy", waits_for="a") if only.prefill_backlog.queue else serve(only, "idle")
-
-
-def test_the_end_of_a_slice_lets_another_request_go_on_if_the_rest_is_held() -> None:
-    made = RouterState(OneSlice(), StateSettings(), router_id="t")
-    join(made, "a", 0)
-    place(made, prompt())
-    asked = made.handle(ev.PlaceRequested(request("w", tokens=100), "g"), 0.5)
-    assert not [effect for effect in asked if isinstance(effect, ev.Placed)]
-    assert placed(done(made, 0, 1.0)).request_id == "w"
-
-
 def test_a_rest_that_waited_too_long_is_served_by_default() -> None:
     made = router(hold_at=256, stale_keys_s=100.0)
     other = held_between(made)

@@ -251,8 +251,6 @@ class GatewayEvents:
         effects = self.plans.step_done(state, event, now)
         if not event.ok or event.step_index != reservation.step_index or not _is_unfinished(plan, event.step_index):
             return effects
-        # Others may go on where the slice was computed, even if the rest is held.
-        self.turn.freed[reservation.pool] = None
         return [*effects, *self._place_rest(state, reservation, plan, event, now)]
 
     def _recovered_step_done(self, reservation: Reservation, event: ev.StepDone, now: float) -> list[ev.Effect]:
