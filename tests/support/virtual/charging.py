@@ -136,11 +136,20 @@ class Charges:
 
     def _view(self, view: Any) -> Any:
         def charged(
-            views: FleetViewBuilder, request: Any, pool: str, number: int, now: float, *, shortlisted: bool = False
+            views: FleetViewBuilder,
+            request: Any,
+            pool: str,
+            number: int,
+            now: float,
+            *,
+            shortlisted: bool = False,
+            only: str = "",
         ) -> Any:
-            found = view(views, request, pool, number, now, shortlisted=shortlisted)
-            candidates = self._looked_at(len(found.candidates), shortlisted=shortlisted) * costs.CANDIDATE_S
-            self._charge(costs.PLACEMENT_S + candidates + len(request.keys) * costs.PROMPT_KEY_S)
+            found = view(views, request, pool, number, now, shortlisted=shortlisted, only=only)
+            looked_at: float = len(found.candidates)
+            if not only:
+                looked_at = self._looked_at(looked_at, shortlisted=shortlisted)
+            self._charge(costs.PLACEMENT_S + looked_at * costs.CANDIDATE_S + len(request.keys) * costs.PROMPT_KEY_S)
             return found
 
         return charged
