@@ -105,6 +105,8 @@ async def test_the_prompt_of_another_api_is_sent_as_its_tokens(up: Stack, kind: 
     body = BODIES[kind] | more
     async with aiohttp.ClientSession() as http, http.post(up.url + kind.value, json=body) as answer:
         assert (answer.status, answer.headers["X-Pointsman-Instance"]) == (200, "i1")
+        await answer.read()
+    await eventually(lambda: not up.router.reserved)
     ((_, sent, _),), ((_, pulled, fetched),) = p.halves, d.halves
     assert sent["prompt"] == p.tokenizer.prompt(parse(kind, json.dumps(body).encode())).ids.tolist()
     assert pulled == sent | {"kv_transfer_params": fetched}

@@ -86,10 +86,11 @@ async def poison_comes(world: World, tell: Tell) -> None:
 
 
 async def clients_err(world: World, tell: Tell) -> None:
-    """Send requests that every engine rejects, five at a time."""
-    for _ in range(30):
+    """Send requests that every engine rejects, five at a time, beside what the engines answer."""
+    for _ in range(60):
         asking = [world.gateways["g0"].ask_badly(MODELS[0], poison=False) for _ in range(5)]
         await asyncio.gather(*asking)
+        await asyncio.sleep(0.2)
     tell("all are rejected")
 
 
