@@ -146,9 +146,8 @@ class Charges:
             only: str = "",
         ) -> Any:
             found = view(views, request, pool, number, now, shortlisted=shortlisted, only=only)
-            looked_at = float(len(found.candidates))
-            if not only:
-                looked_at = self._looked_at(looked_at, shortlisted=shortlisted)
+            built = len(found.candidates)
+            looked_at = built if only else self._looked_at(built, shortlisted=shortlisted)
             self._charge(costs.PLACEMENT_S + looked_at * costs.CANDIDATE_S + len(request.keys) * costs.PROMPT_KEY_S)
             return found
 
