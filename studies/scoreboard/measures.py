@@ -45,6 +45,11 @@ class Measures(msgspec.Struct, kw_only=True):
         """CPU time of all of the router's processes per request, ms."""
         return sum(self.cpu_ms.values())
 
+    @property
+    def engines_cpu_ms(self) -> float:
+        """CPU time of all engines' processes per request, ms."""
+        return 1e3 * self.engines_cpu_s / max(self.requests, 1)
+
 
 def measure(records: Sequence[RequestRecord], counted: Mapping[str, Any], span_s: float) -> Measures:
     """Return the measures of a trial. `counted` is what Meter.read() returned."""

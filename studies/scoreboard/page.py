@@ -413,7 +413,7 @@ def _rest(one: Comparison) -> str:
         cpu = [f"{part} {sum(trial.cpu_ms.get(part, 0.0) for trial in rounds) / len(rounds):.2f}" for part in parts]
         if beside := sum(measures.beside_cpu_ms for measures in rounds) / len(rounds):
             cpu.append(f"(adapters {beside:.2f})")
-        engines = 1e3 * sum(measures.engines_cpu_s / max(measures.requests, 1) for measures in rounds) / len(rounds)
+        engines = sum(measures.engines_cpu_ms for measures in rounds) / len(rounds)
         memory = max(measures.rss_mb for measures in rounds)
         figures = [*fields, ", ".join(cpu), f"{engines:.0f}", f"{memory:.0f}", _failed(rounds)]
         lines.append(f"| {name} | {' | '.join(figures)} |")

@@ -225,6 +225,14 @@ async def test_a_new_owner_counts_the_idle_sessions_of_the_owner_that_ended(tmp_
             assert 8_000 < two.router.state.admission.pools["m"].ledger.weighted() < 10_000
 
 
+def store_alone(url: str, on_event: Any = lambda event: None, snapshot: Any = lambda pool: iter(())) -> RedisStore:
+    """The store of a router that is not there."""
+    return RedisStore(
+        RedisAddress((url,)), router_id="r", fleet="f", lease_s=0.4, settle_s=1.0, affinity_ttl_s=60.0, on_event=on_event,
+        on_owners=lambda: None, snapshot=snapshot, merge_config=lambda before, own, stored: stored or own,
+    )  # fmt: skip
+
+
 async def test_a_store_that_is_told_to_end_as_a_command_is_written_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,18 +247,7 @@ async def test_a_store_that_is_told_to_end_as_a_command_is_written_ends(
 
     monkeypatch.setattr(AbstractConnection, "_send_packed_command", write_and_cancel)
     with redis_server(tmp_path) as (url, _):
-        store = RedisStore(
-            RedisAddress((url,)),
-            router_id="r",
-            fleet="f",
-            lease_s=0.4,
-            settle_s=1.0,
-            affinity_ttl_s=60.0,
-            on_event=lambda event: None,
-            on_owners=lambda: None,
-            snapshot=lambda pool: iter(()),
-            merge_config=lambda before, own, stored: stored or own,
-        )
+        store = store_alone(url)
         running_store = asyncio.create_task(store.run())
         await eventually(lambda: store.answered_at is not None, "a first answer")
         ending.append(running_store)
@@ -267,19 +264,9 @@ async def test_a_rewrite_of_many_open_requests_goes_on_over_heartbeats(
     monkeypatch.setattr(redis_store, "BATCH", 1)
     events: list[StoreEvent] = []
     with redis_server(tmp_path) as (url, process):
-        store = RedisStore(
-            RedisAddress((url,)),
-            router_id="r",
-            fleet="f",
-            lease_s=0.4,
-            settle_s=1.0,
-            affinity_ttl_s=60.0,
-            on_event=events.append,
-            on_owners=lambda: None,
-            # One write each, together longer than the interval of heartbeats.
-            snapshot=lambda pool: iter([*(ev.Released(f"r{number}", pool) for number in range(2_000)), None]),
-            merge_config=lambda before, own, stored: stored or own,
-        )
+        # One write each, together longer than the interval of heartbeats.
+        kept = [ev.Released(f"r{number}", "m") for number in range(2_000)]
+        store = store_alone(url, events.append, lambda pool: iter([*kept, None]))
         store.compete_for(["m"])
         running_store = asyncio.create_task(store.run())
         await eventually(lambda: store.may_place("m"), "the router owns the pool")

@@ -107,8 +107,9 @@ def _is_loopback(host: str) -> bool:
 def gateway_context() -> ssl.SSLContext:
     """Return a context that trusts the system's authorities, of which a public gateway's certificate is, and those of
     POINTSMAN_TLS_CA. Raises OSError and ValueError if the file cannot be used."""
-    ca = TlsSettings().ca
-    context = ssl.create_default_context() if ca is None else client_context(ca)
+    if (ca := TlsSettings().ca) is None:
+        return ssl.create_default_context()
+    context = client_context(ca)
     context.load_default_certs()
     return context
 

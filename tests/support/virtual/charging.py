@@ -136,16 +136,9 @@ class Charges:
 
     def _view(self, view: Any) -> Any:
         def charged(
-            views: FleetViewBuilder,
-            request: Any,
-            pool: str,
-            number: int,
-            now: float,
-            *,
-            shortlisted: bool = False,
-            only: str = "",
+            views: FleetViewBuilder, request: Any, *given: Any, shortlisted: bool = False, only: str = ""
         ) -> Any:
-            found = view(views, request, pool, number, now, shortlisted=shortlisted, only=only)
+            found = view(views, request, *given, shortlisted=shortlisted, only=only)
             built = len(found.candidates)
             looked_at = built if only else self._looked_at(built, shortlisted=shortlisted)
             self._charge(costs.PLACEMENT_S + looked_at * costs.CANDIDATE_S + len(request.keys) * costs.PROMPT_KEY_S)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 
 # Costs of a coder model of 30B parameters on a data-centre GPU. Until a prefill is observed, only the ratio of the last two
 # matters.
 _BASE_S, _TOKEN_S, _PAIR_S = 0.005, 4.7e-5, 2.8e-9
+_Tokens = TypeVar("_Tokens", int, float)
 
 
 class PrefillWork(msgspec.Struct, frozen=True, gc=False):
@@ -20,7 +21,7 @@ class PrefillWork(msgspec.Struct, frozen=True, gc=False):
     pairs: float = 0.0
 
 
-def token_pairs(new: int, cached: int, length: int) -> int:
+def token_pairs(new: _Tokens, cached: _Tokens, length: _Tokens) -> _Tokens:
     """Return the pairs (PrefillWork) of `new` tokens after `cached` ones. `length`: mean length of the request's prompts, in
     tokens: those of a list do not attend to each other."""
     return new * (2 * min(cached, length) + min(new, length))
@@ -58,7 +59,7 @@ class PrefillCurve(msgspec.Struct, frozen=True, gc=False):
         if new <= 0:
             return 0.0
         if new + cached > length:
-            return self.base_s + new * (self.token_s + self.pair_s * (2.0 * min(cached, length) + min(new, length)))
+            return self.base_s + new * self.token_s + self.pair_s * token_pairs(new, cached, length)
         return self.base_s + new * (self.token_s + self.pair_s * (2.0 * cached + new))
 
     def total_s(self, prefills: Iterable[tuple[int, int]]) -> float:
