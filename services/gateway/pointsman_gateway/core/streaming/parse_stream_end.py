@@ -65,14 +65,14 @@ class _Read(msgspec.Struct):
     """What is read of a whole answer, and of a choice or an item of the output in it. Other values, such as the logprobs of a
     prompt, would take many times their size as objects."""
 
-    usage: Any = None
-    choices: list[_Read] | None = None
-    output: list[_Read] | None = None
-    status: Any = None
-    incomplete_details: Any = None
-    stop_reason: Any = None
-    finish_reason: Any = None
-    type: Any = None
+    usage: Any = None  # of the answer; its counts' names are those of its API
+    choices: list[_Read] | None = None  # of completions and chats
+    output: list[_Read] | None = None  # items of a Responses answer
+    status: Any = None  # of a Responses answer
+    incomplete_details: Any = None  # of a Responses answer: an object with a reason
+    stop_reason: Any = None  # of a Messages answer
+    finish_reason: Any = None  # of a choice
+    type: Any = None  # of an item, or of a Messages answer
 
 
 class StreamTail:
