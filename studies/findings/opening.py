@@ -144,8 +144,9 @@ def _opening(tables: Tables) -> str:
             "### Your router today\n",
             "TTFT p90 on recorded coding agents. Other routers' rules get Pointsman's exact knowledge here; at home they have "
             "less.\n`sglang_cache_aware` and `dynamo_kv` are compared with the routers' own programs, sglang-router 0.3.2 and "
-            "smg, and Dynamo 1.6.1\n(`python -m studies.rival_rules`). The former chooses as they do; the latter differs where "
-            "open requests of one\ninstance share blocks, which Dynamo counts once: in a tenth of such states.\n"
+            "smg, and Dynamo 1.6.1\n(`python -m studies.rival_rules`). The former chooses as they do, smg in front of engines "
+            "that tell no load\n(of others it takes the one with the shortest expected wait where nothing matches). The latter "
+            "differs where open\nrequests of one instance share blocks, which Dynamo counts once: in a tenth of such states.\n"
             "`llmd_affinity` is a reading of the source of llm-d-router at ebab6879 with the configuration of llm-d's "
             "guides,\n`llmd_default` of its scorers without a configuration, "
             "`aibrix_prefix` and `preble` of what is published.\n",

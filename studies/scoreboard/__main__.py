@@ -41,9 +41,10 @@ from studies.scoreboard.board import (
     best_rivals,
 )
 from studies.scoreboard.comparison import Comparison
+from studies.scoreboard.costs import Costs, measure_costs
 from studies.scoreboard.fleet import emulated_fleet
 from studies.scoreboard.page import write_page
-from studies.scoreboard.predictions import predict
+from studies.scoreboard.predictions import SIMULATED, predict
 from studies.scoreboard.traffic import Draw, PreparedChats, Target, draw, send
 from studies.scoreboard.trial import Send, run_trial
 from tests.support.processes.process import ProcessFailure
@@ -71,6 +72,7 @@ class Plan:
     end: float
     held_out: str  # name of the held-out draw
     traces: Path
+    costs: Costs | None = None  # for the lab's predictions
 
 
 class BoardRun:
@@ -152,7 +154,7 @@ class BoardRun:
             # Engines that do not start say nothing of the router: the trial is missing, and the next run tries it again.
             self._say(f"{cell.name} {number} {contender.name}: {error}")
             return
-        lab = predict(cell, drawn, contender.name, number)
+        lab = predict(cell, drawn, contender.name, number, self._plan.costs)
         trial = StoredTrial(
             cell=cell.name, contender=contender.name, version=contender.version, round=number, source=drawn.source,
             measures=measures, command=shown_command(contender), wall_s=time.monotonic() - began, lab=lab,
@@ -224,8 +226,17 @@ def machine() -> str:
     return f"{os.cpu_count()} cores of {models[0] if models else platform.machine()}, {platform.system()} {platform.release()}"
 
 
-def predict_again(results: Results, traces: Path) -> None:
-    """Simulate all stored trials by this version of the lab."""
+def costs_of(results: Results, cells: Sequence[Cell]) -> Costs:
+    """Return the stored costs of the machine; measure and store them if there are none."""
+    found = results.costs()
+    if found is None:
+        found = measure_costs([of for of in contenders() if of.name in SIMULATED], cells[0].speedup, _SAY)
+        results.save_costs(found)
+    return found
+
+
+def predict_again(results: Results, traces: Path, costs: Costs | None) -> None:
+    """Simulate all stored trials by this version of the lab. `costs` are the machine's; None: the modelled engine's."""
     cells, facts = results.plan()
     known = {cell.name: cell for cell in cells}
     drawn: dict[tuple[str, int], Draw] = {}
@@ -234,7 +245,7 @@ def predict_again(results: Results, traces: Path) -> None:
             at = trial.cell, trial.round
             if at not in drawn:
                 drawn = {at: draw_of(known[trial.cell], trial.round, str(facts["commit"]), traces)}
-            lab = predict(known[trial.cell], drawn[at], trial.contender, trial.round)
+            lab = predict(known[trial.cell], drawn[at], trial.contender, trial.round, costs)
             results.replace(msgspec.structs.replace(trial, lab=lab))
     results.rewrite()
 
@@ -261,7 +272,7 @@ def main() -> None:
     commit = git_commit().removesuffix("-dirty") or "unknown"
     results = Results(stored or given.state / f"{commit}.jsonl")
     if given.predict:
-        predict_again(results, given.traces)
+        predict_again(results, given.traces, costs_of(results, results.plan()[0]))
     try:
         if not stored:
             _run(results, given, commit)
@@ -282,7 +293,8 @@ def _run(results: Results, given: argparse.Namespace, commit: str) -> None:
     results.forget_problems()
     facts = {"commit": commit, "machine": machine(), "rounds": given.rounds, "date": time.strftime("%Y-%m-%d")}
     results.save_plan(cells, facts | {"note": given.note})
-    run = BoardRun(results, among, Plan(given.rounds, given.more_rounds, end, commit, given.traces))
+    plan = Plan(given.rounds, given.more_rounds, end, commit, given.traces, costs_of(results, cells))
+    run = BoardRun(results, among, plan)
     if not run.run(cells):
         print("out of time: the next call goes on")
     elif not chosen and results.figures() is None:

@@ -12,6 +12,7 @@ import msgspec
 from bench.figures import Figure
 from bench.rivals.contenders import Contender
 from pointsman_lab.workload.forks import Forks
+from studies.scoreboard.costs import Costs
 from studies.scoreboard.measures import Measures, geometric_mean
 from studies.scoreboard.sequential import MOST
 from studies.scoreboard.traffic import Load
@@ -158,6 +159,17 @@ class Results:
         saved = json.loads(file.read_text())
         names = ("metric", "value", "unit", "baseline", "note")
         return SavedFigures(saved["commit"], saved["date"], [Figure(*map(row.get, names)) for row in saved["figures"]])
+
+    def save_costs(self, costs: Costs) -> None:
+        """Write beside the trials what the lab is told of the machine."""
+        self._file.with_suffix(".costs.json").write_bytes(
+            msgspec.json.format(msgspec.json.encode(costs), indent=1) + b"\n"
+        )
+
+    def costs(self) -> Costs | None:
+        """Return the saved costs; None if there are none."""
+        file = self._file.with_suffix(".costs.json")
+        return msgspec.json.decode(file.read_bytes(), type=Costs) if file.exists() else None
 
     def plan(self) -> tuple[list[Cell], dict[str, object]]:
         """Return the saved cells and facts."""

@@ -31,6 +31,7 @@ from studies.scoreboard.comparison import (
     Entry,
     Goal,
 )
+from studies.scoreboard.costs import Costs
 from studies.scoreboard.plots import cpu_plot, ttft_plot
 from studies.scoreboard.sequential import LEVEL, MOST
 
@@ -59,7 +60,7 @@ def write_page(results: Results, out: Path) -> None:
     """Write the page to `out`, its plots beside it, and README's section."""
     cells, facts = results.plan()
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(render(cells, results.trials, facts, results.figures()))
+    out.write_text(render(cells, results.trials, facts, results.figures(), results.costs()))
     comparisons = _comparisons(cells, results.trials)
     out.with_name("scoreboard_ttft.svg").write_text(ttft_plot(comparisons))
     out.with_name("scoreboard_cpu.svg").write_text(cpu_plot(comparisons))
@@ -71,9 +72,10 @@ def render(
     trials: Sequence[StoredTrial],
     facts: dict[str, object],
     figures: SavedFigures | None = None,
+    costs: Costs | None = None,
 ) -> str:
     """Return the page. `facts`: commit, machine, rounds and date of the run, and a note about it. `figures`: those of
-    side_by_side."""
+    side_by_side. `costs`: those that the lab's predictions are made with."""
     comparisons = _comparisons(cells, trials)
     references = dict.fromkeys(comparison.reference for comparison in comparisons if comparison.reference)
     known = {"commit": "", "machine": "", "rounds": 0, "date": "", "note": ""} | facts
@@ -90,7 +92,7 @@ def render(
         _missing(cells, trials, int(str(known["rounds"]))),
         _programs(trials),
         *(_cell(comparison) for comparison in comparisons),
-        *filter(None, [_predictions(comparisons)]),
+        *filter(None, [_predictions(comparisons, costs)]),
         *([_side_by_side(figures)] if figures is not None else []),
     ]
     return "\n".join(parts)
@@ -315,12 +317,13 @@ def _held_out(one: Comparison, name: str) -> str:
     return f"{name} {', '.join(f'{measure} x{ratio:.2f}' for measure, ratio in ratios if ratio is not None)}"
 
 
-def _predictions(comparisons: Sequence[Comparison]) -> str:
+def _predictions(comparisons: Sequence[Comparison], costs: Costs | None) -> str:
     """Return the lab's prediction of each cell beside what was measured; empty without any."""
     lines = [
         "## The lab's predictions\n",
         "Each trial simulated: the same sessions, engines and rule. Predicted mean over the rounds for the measured one, with",
-        f"its error. **Bold**: off by more than {MARKED_ERROR:.0%}. The lab models neither a router's own time nor the clients'.",
+        f"its error. **Bold**: off by more than {MARKED_ERROR:.0%}.",
+        _MEASURED_COSTS if costs else _MODELLED,
         "",
         f"| traffic | router | {' | '.join(f'{column.name}, {column.unit}' for column in PREDICTED)} |",
         f"|---|---|{'---|' * len(PREDICTED)}",
@@ -330,7 +333,9 @@ def _predictions(comparisons: Sequence[Comparison]) -> str:
         for name in comparison.predicted:
             fields = [_prediction(comparison, name, column) for column in PREDICTED]
             lines.append(f"| {comparison.cell.title} | {name} | {' | '.join(fields)} |")
-    return "\n".join(lines) + "\n" if len(lines) > head else ""
+    if len(lines) == head:
+        return ""
+    return "\n".join([*lines, *(_ways(costs) if costs else [])]) + "\n"
 
 
 def _prediction(comparison: Comparison, name: str, column: Column) -> str:
@@ -340,6 +345,23 @@ def _prediction(comparison: Comparison, name: str, column: Column) -> str:
     lab, live = found
     text = f"{lab:,.{column.digits}f} for {live:,.{column.digits}f} ({lab / live - 1:+.0%})"
     return f"**{text}**" if abs(lab / live - 1) > MARKED_ERROR else text
+
+
+_MODELLED = "The lab models neither a router's own time nor the clients'."
+_MEASURED_COSTS = """\
+Steps of engines cost what one engine alone was measured to take here, and a request's way what it took through each router,
+one at a time, before the first token (below). Not modelled: that programs wait for a core, and what a tokenizer remembers of
+the turn before."""
+
+
+def _ways(costs: Costs) -> list[str]:
+    """Return a table of what each router's way takes."""
+    rows = [
+        f"| {name} | {way.request_s * 1e3:.0f} | {way.prompt_token_s * 1e6:.2f} | {way.streamed_token_s * 1e3:.2f} |"
+        for name, way in costs.ways.items()
+    ]
+    head = "| way of a request, the engine's front end included | ms | us/prompt token | ms/streamed token |"
+    return ["", head, "|---|---|---|---|", *rows]
 
 
 # Metric of side_by_side, without the prefix of the proxy -> what is measured.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,14 @@ from hypothesis import strategies as st
 from bench.figures import Figure
 from bench.rivals.contenders import ABSENT, POINTSMAN, contenders, part_label, shown_command
 from bench.side_by_side import GOALS as CPU_GOALS
+from pointsman_lab.engine.cost_profile import Profile
 from pointsman_lab.report.request_record import RequestRecord
 from pointsman_lab.workload.subagents import SubagentRequest
 from studies.marked_sections import BOARD, section_of
 from studies.scoreboard.__main__ import predict_again
 from studies.scoreboard.board import CELLS, HELD_OUT, VERSION, Cell, Results, SavedFigures, StoredTrial, best_rivals
 from studies.scoreboard.comparison import CPU, GOALS, HITS, SESSION, TTFT, Comparison
+from studies.scoreboard.costs import Costs, Way
 from studies.scoreboard.measures import Measures, measure
 from studies.scoreboard.page import EARLIER, front_section, render, write_page
 from studies.scoreboard.predictions import predict
@@ -146,7 +149,7 @@ def test_readme_tells_losses_and_marks_what_chance_may_do(tmp_path: Path) -> Non
 def test_readme_has_the_figures_of_the_stored_trials() -> None:
     results = Results(REPOSITORY / "docs/results/scoreboard.jsonl")
     cells, facts = results.plan()
-    page = render(cells, results.trials, facts, results.figures())
+    page = render(cells, results.trials, facts, results.figures(), results.costs())
     if facts.get("board") != VERSION:
         # The page and README are those of the board that these trials are of, until this one has been run.
         assert EARLIER in page
@@ -227,12 +230,13 @@ def test_a_held_out_draw_is_told_beside_the_rounds_and_not_among_them() -> None:
     assert row(page, "## Coding agents, high", "smg cache_aware")[1].startswith("2.07 (x2.00")
 
 
-def test_the_labs_errors_are_marked_from_their_limit_on() -> None:
-    def predicted(contender: str, live: float, lab: float) -> StoredTrial:
-        found = trial(contender, 1, live)
-        found.lab = trial(contender, 1, lab).measures
-        return found
+def predicted(contender: str, live: float, lab: float) -> StoredTrial:
+    found = trial(contender, 1, live)
+    found.lab = trial(contender, 1, lab).measures
+    return found
 
+
+def test_the_labs_errors_are_marked_from_their_limit_on() -> None:
     page = render([CELL], [predicted("pointsman auto", 1.0, 1.1), predicted("smg cache_aware", 1.0, 0.8)], FACTS)
     heading = "## The lab's predictions"
     assert (
@@ -245,16 +249,34 @@ def test_the_labs_errors_are_marked_from_their_limit_on() -> None:
 def test_the_lab_predicts_the_sent_sessions(tmp_path: Path) -> None:
     cell = Cell("tiny", "tiny", Load("tiny", 1.0, 3), count=2, speedup=20.0)
     drawn = draw(cell.load, "1", tmp_path)
-    found = predict(cell, drawn, "smg cache_aware", 1)
+    found = predict(cell, drawn, "sglang-router cache_aware", 1)
     assert found is not None
     assert (found.failed, found.requests) == (0, sum(map(len, drawn.sessions)))
     assert found.output_tokens == sum(turn.output_length for turns in drawn.sessions for turn in turns)
     assert found.ttft_s is not None
-    slower = predict(Cell("tiny", "tiny", Load("tiny", 1.0, 3), count=2, speedup=10.0), drawn, "smg cache_aware", 1)
+    slow = Cell("tiny", "tiny", Load("tiny", 1.0, 3), count=2, speedup=10.0)
+    slower = predict(slow, drawn, "sglang-router cache_aware", 1)
     assert slower is not None
     assert slower.ttft_s is not None
     assert slower.ttft_s["p50"] == pytest.approx(2 * found.ttft_s["p50"], rel=0.2)
     assert predict(cell, drawn, "vllm-router kv_aware", 1) is None
+    profile = Profile(**{name: value / cell.speedup for name, value in asdict(Profile()).items()})
+    costs = Costs(cell.speedup, profile, {"sglang-router cache_aware": Way(0.5, 0.0, 0.0)})
+    late = predict(cell, drawn, "sglang-router cache_aware", 1, costs)
+    assert late is not None
+    assert late.ttft_s is not None
+    assert late.ttft_s["p50"] == pytest.approx(found.ttft_s["p50"] + 0.5, rel=0.2)
+    assert predict(slow, drawn, "sglang-router cache_aware", 1, costs) == slower, "costs are of another speed-up"
+
+
+def test_costs_are_stored_beside_the_trials(tmp_path: Path) -> None:
+    results = Results(tmp_path / "board.jsonl")
+    assert results.costs() is None
+    costs = Costs(5.0, Profile(step_s=0.003), {"nginx least_conn": Way(0.001, 2e-6, 3e-4)})
+    results.save_costs(costs)
+    assert results.costs() == costs
+    page = render([CELL], [predicted("pointsman auto", 1.0, 1.1)], FACTS, costs=costs)
+    assert "| nginx least_conn | 1 | 2.00 | 0.30 |" in page
 
 
 def test_stored_trials_are_predicted_again_in_place(tmp_path: Path) -> None:
@@ -262,7 +284,7 @@ def test_stored_trials_are_predicted_again_in_place(tmp_path: Path) -> None:
     results = Results(tmp_path / "board.jsonl")
     results.save_plan([cell], FACTS)
     results.add(trial("pointsman auto", 1, 1.0, cell))
-    predict_again(results, tmp_path)
+    predict_again(results, tmp_path, None)
     [again] = Results(tmp_path / "board.jsonl").trials
     assert again.lab is not None
     assert again.lab.ttft_s is not None
