@@ -103,7 +103,9 @@ async def test_a_page_of_metrics_that_cannot_be_read_leaves_the_load_unknown_and
     assert unknown.problem.startswith("load unknown: ")
     await ill.loads_that(lambda load: load.healthy and not load.suspended)
     older = GONE_AFTER_S * 1000 + 300
-    await ill.load(lambda load: load.sample_age_ms > older, "the last load, older than the time after which it was gone")
+    await ill.load(
+        lambda load: load.sample_age_ms > older, "the last load, older than the time after which it was gone"
+    )
     assert ill.unharmed()
     ill.proxy.heal()
     known = await ill.load(lambda load: not load.problem, "a known load")
