@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from bench.rivals.contenders import ADMISSION, OWN
 from pointsman_lab.engine.cost_profile import Profile
@@ -37,7 +37,7 @@ def predict(cell: Cell, drawn: Draw, contender: str, number: int, costs: Costs |
     nothing."""
     if contender not in SIMULATED:
         return None
-    profile = Profile(**{name: value * cell.time_scale for name, value in asdict(Profile()).items()})
+    profile = Profile().slowed(cell.time_scale)
     way = Way(0.0, 0.0, 0.0)
     if costs is not None and costs.speedup == cell.speedup:
         way = costs.ways.get(contender, way)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -260,8 +259,7 @@ def test_the_lab_predicts_the_sent_sessions(tmp_path: Path) -> None:
     assert slower.ttft_s is not None
     assert slower.ttft_s["p50"] == pytest.approx(2 * found.ttft_s["p50"], rel=0.2)
     assert predict(cell, drawn, "vllm-router kv_aware", 1) is None
-    profile = Profile(**{name: value / cell.speedup for name, value in asdict(Profile()).items()})
-    costs = Costs(cell.speedup, profile, {"sglang-router cache_aware": Way(0.5, 0.0, 0.0)})
+    costs = Costs(cell.speedup, Profile().slowed(cell.time_scale), {"sglang-router cache_aware": Way(0.5, 0.0, 0.0)})
     late = predict(cell, drawn, "sglang-router cache_aware", 1, costs)
     assert late is not None
     assert late.ttft_s is not None
